@@ -43,7 +43,7 @@ MOST_RESAMPLES = 1_000_000
 
 
 def short(value: object) -> str:
-    """The value on one line: numbers and words literally, anything else by its type."""
+    """The value on one line: numbers and text literally, other values by their type."""
     if isinstance(value, Tensor):
         if value.is_nested:
             return "a nested tensor"
@@ -81,7 +81,7 @@ def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
 def integer(
     op: str, name: str, value: Any, least: int | None = None, most: int | None = None, or_none: str = ""
 ) -> int:
-    """The value as an int within both bounds; ``or_none`` is added to what the error says was expected."""
+    """The value as an int within both bounds; ``or_none`` is added to the expected value in the error."""
     try:
         if isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) is torch.bool:
             raise TypeError

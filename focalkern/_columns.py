@@ -39,7 +39,7 @@ class ClassColumns:
 
 
 def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColumns:
-    """The classes among the columns, which are not those of labels.
+    """The columns of the classes, without the columns of labels.
 
     Columns that are numbers, or share a prefix and end in a number, are the classes in the order of the numbers; others
     in the order of the table, and then none may have a name that classes do not have, such as ``id`` or ``pred``.

@@ -8,8 +8,8 @@ Intervals of calibration errors
 -------------------------------
 ECE cannot be negative, so noise raises it: a perfectly calibrated model scores above 0, the more the fewer rows there
 are per bin (:func:`bias_floor` says how much). Resampling adds the same noise once more, so the replicates of an ECE
-lie above the ECE itself. If the true ECE (that of infinitely many rows) is small, the plain quantiles hardly ever
-contain it. ``method`` chooses the correction, with t the metric on the original rows:
+lie above the ECE itself. If the true ECE (for infinitely many rows) is small, the plain quantiles hardly ever contain
+it. ``method`` chooses the correction, with t the metric on the original rows:
 
 ``"symmetric"`` (default)
     t -+ the ``level`` quantile of \|replicate - t\|. Both sides allow for noise and bias, so the interval contains t.

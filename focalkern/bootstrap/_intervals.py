@@ -26,7 +26,7 @@ class Interval:
     """A figure and how far it may be off. ``low <= high``; both are NaN where the figure is not finite.
 
     Attributes:
-        estimate: the figure on the rows as they are.
+        estimate: the metric on the rows without resampling.
         low, high: the ends of the interval. Under ``"basic"`` the estimate of an ECE may lie above ``high``.
 
     Example:

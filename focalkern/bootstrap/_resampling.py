@@ -143,7 +143,7 @@ class ResampledRows:
         return gap.gather(1, torch.searchsorted(self.sorted, edges, right=True))
 
     def _row_at(self, places: Tensor, count: Tensor) -> Tensor:
-        """[R, n]: the sorted row at each place of the sorted resample; N for the place N, behind the last."""
+        """[R, n]: the sorted row at each place of the sorted resample; N for the position N after the last."""
         inclusive = count[:, 1:].contiguous()
         return torch.searchsorted(inclusive, places.expand(len(count), -1).contiguous(), right=True)
 

@@ -42,9 +42,9 @@ class AutoCalibrator(FitsBatches):
 
     with the losses l of the richer candidate and b of the one that is held, each on rows that its fit did not see.
     A candidate is excluded if its mean loss exceeds that of no calibration, if its optimum hits a bound of the search
-    (on all rows or without a fold), or if its loss is infinite on a row. No calibration is excluded if a row gives
+    (on all rows or in a fold), or if its loss is infinite on a row. No calibration is excluded if a row gives
     probability 0 to a class that is possible in another. A matrix needs 3 classes and 2 rows per class. With
-    ``sample_weight``, fits and means are weighted, and the standard error is that of a weighted mean, which does not
+    ``sample_weight``, fits and means are weighted, and the standard error is the one of a weighted mean, which does not
     depend on the scale of the weights. A candidate whose ``fit`` takes no weights is excluded, and a warning names it.
 
     Args:

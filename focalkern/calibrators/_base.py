@@ -42,7 +42,7 @@ class Calibrator(Fitted):
             target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
                 Strings are taken as scikit-learn does: in alphabetical order they are the columns, and all must occur.
             sample_weight: [N], or of the shape of ``target``: how often a row counts; None is once.
-            ignore_index: label of rows that are left out; None is no label.
+            ignore_index: label of ignored rows; None is no label.
 
         Returns:
             The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, ``warnings_``, and

@@ -61,14 +61,14 @@ def fit_focal_temperatures(
 
     with p the :func:`focalkern.focal_calibration_map`. ``FocalTemperatureScaling().fit`` of each network, without its
     warnings: the same bits. On the CPU a step reads the logits of every network once and yields the loss, its slope and
-    its curvature in gamma and 1/T; elsewhere plain torch does, one network after the other.
+    its curvature in gamma and 1/T; otherwise plain torch fits one network after the other.
 
     Args:
         logits, labels, weight, input_kind: as :func:`fit_temperatures`.
 
     Returns:
-        gamma and temperature, [B] float64 each, on the device of ``logits``. A network whose optimum hits a bound of
-        the search has that bound.
+        gamma and temperature, [B] float64 each, on the device of ``logits``. If an optimum lies beyond a bound of the
+        search, the result is the bound.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`fit_temperatures`.

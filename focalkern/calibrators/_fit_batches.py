@@ -27,13 +27,13 @@ class FitsBatches(Calibrator):
         """Fit on batches, which are read once for every pass: 10 to 50 times, and with a cross-validation 100 to 200.
 
         Where torch.distributed is initialized, every process of the default group passes its own batches, and all get
-        the same calibrator. The result is that of ``fit`` on all rows.
+        the same calibrator. The result equals ``fit`` on all rows.
 
         Args:
             batches: an iterable that can be iterated several times, or a function that returns an iterator. A batch is
                 (logits [n, C], target [n]) or (logits, target, sample_weight [n]), as for ``fit``, with integer labels.
                 Every pass must give the same rows in the same order: a DataLoader does not shuffle.
-            ignore_index: label of rows that are left out; None is no label.
+            ignore_index: label of ignored rows; None is no label.
 
         Returns:
             The calibrator itself, fitted.

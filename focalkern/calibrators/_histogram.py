@@ -48,9 +48,9 @@ class HistogramBinning(Calibrator):
             without rows has no width. ``"equal_width"``: (k/M, (k+1)/M]. The first bin begins at 0 and the last ends
             at 1 in both.
         scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`, fitted (a copy of it) on the same
-            rows before the bins; None bins the probabilities as they are.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities. That of ``scaling`` must be the same.
+            rows before the bins; None bins the uncalibrated probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
+            like probabilities. ``scaling`` must have the same one.
 
     After ``fit`` there are ``edges_`` [M + 1] from 0 to 1, ``counts_`` [M], ``values_`` [M], ``n_changed_`` and
     ``scaling_``, the fitted copy or None.
@@ -94,8 +94,8 @@ class HistogramBinning(Calibrator):
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """Scaling and bins as a module, to append to a network.
 
-        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
-        to calibrated logits.
+        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
+        [...] to calibrated logits.
 
         Args:
             fused: the compiled operator; False computes in torch's own operators, for exporters that support only

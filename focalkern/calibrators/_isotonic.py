@@ -42,8 +42,8 @@ class IsotonicCalibration(Calibrator):
     Args:
         floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
             the true class has a probability above 0.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
+            like probabilities.
 
     After ``fit`` there are ``steps_``, for each class the arrays (p, f_k(p)); ``epsilon_``; ``best_value_``,
     the NLL of the rows of ``fit``; and ``n_changed_``: rows of ``fit`` whose predicted class changed.
@@ -76,8 +76,8 @@ class IsotonicCalibration(Calibrator):
     def as_module(self) -> torch.nn.Module:
         """The fitted map as a module, to append to a network.
 
-        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
-        to calibrated logits.
+        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
+        [...] to calibrated logits.
 
         Returns:
             The module, without parameters to train.

@@ -40,8 +40,8 @@ class MultiLabelScaling(Calibrator):
     Args:
         scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`; each label gets a copy;
             ``TemperatureScaling()`` when None.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities. That of ``scaling`` must be the same.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
+            like probabilities. ``scaling`` must have the same one.
 
     After ``fit`` there are ``gammas_`` [L], ``temperatures_`` [L], ``n_positive_`` [L], ``remarks_`` (in words: labels
     without positives or negatives, optima at a border) and ``scalings_``, the fitted copies (None for a label that
@@ -81,7 +81,7 @@ class MultiLabelScaling(Calibrator):
             logits: [N, L] floating point, tensor or array; probabilities with ``input_kind="probs"``.
             target: [N, L] of 0 and 1: integer, floating point or bool.
             sample_weight: [N], how often a row counts; None is once.
-            ignore_index: the value in ``target`` of a label that is left out; None is nothing.
+            ignore_index: the value of ignored labels in ``target``; None ignores no label.
 
         Returns:
             The calibrator itself. If it raises, an earlier fit stays unchanged.

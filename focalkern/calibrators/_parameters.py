@@ -40,7 +40,7 @@ class Parameters:
         """The arguments of the constructor, by name.
 
         Args:
-            deep: those of a nested calibrator besides, as ``name__argument``.
+            deep: the arguments of a nested calibrator are called ``name__argument``.
 
         Returns:
             {name: value}.

@@ -1,4 +1,4 @@
-"""Structured scaling as probmetrics fits it, the library of those who proposed it."""
+"""Structured scaling fitted by probmetrics, the library of its authors."""
 
 import importlib
 import sys
@@ -27,7 +27,7 @@ def fit_structured(
         penalty: lambda.
 
     Raises:
-        ImportError: it is not installed, or of a version that keeps its numbers elsewhere.
+        ImportError: it is not installed, or its version stores the parameters in other attributes.
     """
     calibrators = _library()
     name = f"probmetrics {version('probmetrics')}"

@@ -37,8 +37,8 @@ class RobustTemperatureScaling(FitsBatches):
     A logit of -inf gives exactly 0, unless a row of ``fit`` has its label there, as :class:`SplineScaling`.
 
     Args:
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
+            like probabilities.
 
     After ``fit`` there are ``temperature_`` (T), ``floor_`` (e), ``masks_`` (whether a logit of -inf means probability
     0) and ``best_value_`` (the NLL of the rows of ``fit``).
@@ -72,8 +72,8 @@ class RobustTemperatureScaling(FitsBatches):
     def as_module(self) -> torch.nn.Module:
         """The fitted map as a module, to append to a network.
 
-        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
-        to calibrated logits.
+        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
+        [...] to calibrated logits.
 
         Returns:
             The module, without parameters to train.

@@ -75,8 +75,8 @@ class Scaling(Calibrator):
         """Uses the optimum of a grid that was already computed, in place of ``fit``, which would compute it again.
 
         Args:
-            grid: holds the table of ``criterion``. The gammas and temperatures are the grid's, whatever the
-                calibrator's own are.
+            grid: holds the table of ``criterion``. The gammas and temperatures of the grid replace those of the
+                calibrator.
             n_samples, n_classes: shape of the logits that the grid was computed on.
 
         Returns:
@@ -105,8 +105,8 @@ class Scaling(Calibrator):
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """The fitted map as a module, to append to a network.
 
-        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
-        to calibrated logits.
+        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
+        [...] to calibrated logits.
 
         Args:
             fused: the compiled operator; False computes in torch's own operators, for exporters that support only

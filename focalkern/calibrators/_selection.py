@@ -54,8 +54,8 @@ class CrossValidation:
         folds: how many there were; 0 where there were too few rows for any.
         n_samples: rows.
         left_out: names of candidates that could not take part, with the reason.
-        brier: the mean paired difference of the Brier score of the chosen one from that of no calibration, and its
-            standard error; NaN where they were not compared.
+        brier: the mean paired difference in Brier score between the choice and no calibration, and its standard error;
+            NaN where they were not compared.
     """
 
     criterion: Proper
@@ -140,8 +140,8 @@ def decide_from_sums(
 def weighted_pairs(differences: Tensor, weight: Tensor) -> Callable[[int, int | None], tuple[float, float]]:
     """Mean and standard error of paired differences of rows that do not all count the same.
 
-    The error is that of a weighted mean of independent samples. It does not depend on the scale of the weights, and
-    equal weights give the usual standard error.
+    It is the standard error of a weighted mean of independent samples. It does not depend on the scale of the weights,
+    and equal weights give the usual standard error.
     """
     share = weight / weight.sum()
     squares = float(share.square().sum())

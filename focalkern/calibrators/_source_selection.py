@@ -86,9 +86,8 @@ class HeldOut:
 
     Attributes:
         losses: [K] float64, sums of l.
-        sums, products: [K] and [K, K], of d and d d', with d the difference of l from that of a candidate whose losses
-            are finite.
-        brier: [K, 2], sums of b and b^2, the difference of the Brier score from that of the first.
+        sums, products: [K] and [K, K], of d and d d', where d is l minus the loss of a candidate with finite losses.
+        brier: [K, 2], sums of b and b^2, where b is the Brier score minus the Brier score of the first candidate.
     """
 
     losses: Tensor
@@ -148,8 +147,8 @@ def cross_validate_source(
 
     Args:
         source: the rows.
-        candidates: as for :func:`cross_validate`. Others than robust temperature scaling and spline scaling are left
-            out, unless ``others`` has them.
+        candidates: as for :func:`cross_validate`. Only robust temperature scaling, spline scaling and the entries of
+            ``others`` are compared.
         none: no calibration, fitted.
         fold_of, folds: the fold of a row.
         criterion: the loss.

@@ -41,9 +41,9 @@ class SplineScaling(FitsBatches):
         x = \log\big((1 - e)\, \text{softmax}(z / T) + e / C\big), \quad u = \text{logit}(\exp x)
 
     with one natural cubic spline f on at most ten knots for all classes. A vector adds :math:`v_j x_j + b_j`, a matrix
-    :math:`\sum_k D_{jk} x_k + b_j`. The focal calibration map is the special case in which f is the curve of one gamma,
-    and temperature scaling that of f = 0. W is the number of rows (the sum of their weights) and e = 0.1 / (W + 1). The
-    parameters minimise the sum of the NLL and
+    :math:`\sum_k D_{jk} x_k + b_j`. The focal calibration map is the special case in which f is the curve of one gamma.
+    Temperature scaling is the special case f = 0. W is the number of rows (the sum of their weights) and e = 0.1 / (W +
+    1). The parameters minimise the sum of the NLL and
 
     .. math::
         5 a^2 + 5 \int f''(u)^2 du + 5 s(f)^2 + 0.005\, \text{mean}(f)^2
@@ -52,9 +52,9 @@ class SplineScaling(FitsBatches):
     (s is the slope of f, :math:`v_j` takes the place of :math:`D_{jj}`). The problem is convex: it has one optimum,
     which is finite on any rows. The penalties draw the map towards temperature scaling where rows are few.
 
-    A probability of 0 counts as e / C in x, so that the class stays possible: zeros of forests and neighbours are those
-    of a finite vote. A logit of -inf says that a class is impossible and gives exactly 0, unless a row of ``fit`` has
-    its label there: then the logits were logarithms of such zeros, and count as those.
+    A probability of 0 counts as e / C in x, so that the class stays possible: the zeros of forests and nearest
+    neighbours come from a finite number of votes. A logit of -inf marks an impossible class and gives exactly 0,
+    unless a row of ``fit`` has its label there: then the logits were logarithms of such zeros, and count as those.
 
     Args:
         kind: ``"scalar"``, ``"vector"`` or ``"matrix"``.
@@ -62,10 +62,10 @@ class SplineScaling(FitsBatches):
             None is True for ``"scalar"``; the others cannot. False fits the free curve, which can turn a binary
             classifier round that is wrong more often than right.
         penalty: a factor of all penalties.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
+            like probabilities.
 
-    A weight says how many rows a row is. Importance weights, which do not, should be scaled to the sum
+    A row with weight w counts as w rows. Importance weights are no counts: scale them to the sum
     :math:`(\sum w)^2 / \sum w^2` first.
 
     After ``fit`` there are ``temperature_`` (T), ``floor_`` (e), ``slope_`` (a), ``knots_`` and ``values_`` of f [m],
@@ -125,8 +125,8 @@ class SplineScaling(FitsBatches):
     def as_module(self) -> torch.nn.Module:
         """The fitted map as a module, to append to a network.
 
-        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
-        to calibrated logits.
+        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
+        [...] to calibrated logits.
 
         Returns:
             The module, without parameters to train.

@@ -217,7 +217,7 @@ def fit_linear(
 ) -> Fit:
     """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has both.
 
-    ``pairs`` are those of a fit with the same scales to nearly the same rows.
+    ``pairs`` come from a fit with the same scales to nearly the same rows.
     """
     assert start.weight is not None and start.bias is not None
     device, n_curve = rows.device, len(start.curve)

@@ -72,12 +72,12 @@ class FlooredLogProbs(ExactBuffers):
         )
 
     def _curve(self) -> tuple[float, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """a, knots, coefficients, weight and bias; without a curve those of f = 0."""
+        """a, knots, coefficients, weight and bias; without a curve, f = 0."""
         wide = torch.float64
         return 0.0, torch.arange(2, dtype=wide), torch.zeros(3, 4, dtype=wide), None, None
 
     def _plain(self, input: Tensor) -> Tensor:
-        """In torch's own operators, which exporters know."""
+        """Uses only torch's own operators, which exporters support."""
         scores = self.scores(input)
         if self.masks and self.input_kind == "logits":
             scores = scores.masked_fill(input == -torch.inf, -torch.inf)

@@ -65,8 +65,8 @@ class StructuredScaling(Calibrator):
             installed.
         floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
             the true class has a probability above 0.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
+            like probabilities.
 
     After ``fit`` there are ``temperature_`` (the first T), ``weight_`` ([C, C], or [C], the diagonal), ``bias_`` [C],
     ``epsilon_``, ``focal_gamma_`` and ``focal_temperature_`` (0 and 1 without ``focal``), ``best_value_`` (the
@@ -119,8 +119,8 @@ class StructuredScaling(Calibrator):
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """The fitted map as a module, to append to a network.
 
-        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
-        to calibrated logits.
+        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
+        [...] to calibrated logits.
 
         Args:
             fused: the compiled operator; False computes in torch's own operators, for exporters that support only

@@ -44,8 +44,8 @@ class TemperatureScaling(Scaling):
             trees and neighbours give the true class probability 0 in some rows, where the NLL is infinite at every
             temperature; 0.1 / N is a floor that makes it finite. With 0, a class that cannot occur (probability 0, a
             logit of -inf) keeps probability 0, and ``fit`` raises if it is the target.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
+            like probabilities.
 
     ``fit`` sets ``temperature_``, ``gamma_`` (0), ``search_`` and ``criterion_`` (of this fit), ``best_value_`` (the
     criterion at the optimum), ``n_cells_`` (how often it was evaluated), ``at_border_`` (a sentence for each parameter

@@ -21,7 +21,7 @@ _HALVINGS = 60
 def justified_confidence(n_rows: int, weight: Tensor | None) -> float:
     """(N + 1) / (N + 2): Laplace's estimate of how often the next row is right, where N of N were.
 
-    A weight says how often its row counts, so that a row of weight 2 is two rows.
+    A row with weight 2 counts as two rows.
     """
     n = float(n_rows) if weight is None else float(weight.sum())
     return (n + 1) / (n + 2)

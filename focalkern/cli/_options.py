@@ -43,7 +43,7 @@ def _option(hint: Hint) -> str:
 
 
 class OneOrMany(argparse.Action):
-    """A file, or the files that a shell has put in the place of a pattern without quotes."""
+    """A file, or the files to which a shell has expanded a pattern without quotes."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else NamedFiles(values))

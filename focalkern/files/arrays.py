@@ -152,7 +152,7 @@ def rows_of_tensor(source: str, name: str, tensor: Tensor) -> ArrayRows:
 
 
 def kind_from_name(name: str) -> InputKind | None:
-    """The kind that the name of an array or of columns tells; None if it tells none."""
+    """The kind of input by the name of an array or of columns; None if the name does not determine it."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     if words & {"logit", "logits"}:
         return "logits"

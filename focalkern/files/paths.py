@@ -262,7 +262,7 @@ def size_of(name: str) -> int:
 
 
 def fingerprint(name: str) -> str:
-    """Tells one content of a file, or of a folder, from another.
+    """A fingerprint that changes with the content of a file or folder.
 
     Raises:
         InputError, OSError: it cannot be read.

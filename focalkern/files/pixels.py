@@ -75,7 +75,7 @@ class PixelRows:
     Args:
         shape: [N, C, d1, ...].
         input, labels: read the images [begin, end).
-        ignore_index: label of the pixels that are left out. With it, all labels are read once, to count the others.
+        ignore_index: label of ignored pixels. With it, all labels are read once, to count the others.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def read_sets(
             mean logits, and rows that look like probabilities are then an error.
         logits_key, labels_key: the names of the arrays; of tables, a pattern for the columns of the classes (``"p_*"``)
             and the column of the labels.
-        ignore_index: label of the rows, or of the pixels, that are left out.
+        ignore_index: label of ignored rows or pixels.
         storage_options: options of the fsspec file system of URLs: ``{"anon": True}``.
 
     Returns:

@@ -52,7 +52,7 @@ class Shard:
         labels: [N] class numbers, of the same file or of another; None for rows without labels.
         kind: ``"logits"`` or ``"probs"``.
         place: puts the number of a row into words, for errors.
-        ignored: label of the rows that are left out.
+        ignored: label of ignored rows.
     """
 
     input: ArrayRows
@@ -87,7 +87,7 @@ class Shard:
         return input, target
 
     def stamp(self) -> list[Any]:
-        """Tells the files from others: path, size and time, without reading them; of URLs and folders a fingerprint."""
+        """A fingerprint of the files: path, size and time, without reading them; of URLs and folders a fingerprint."""
         names = (self.source, *(() if self.labels is None else (self.labels.source,)))
         ignored = [] if self.ignored is None else [self.ignored]
         return [*ignored, *(part for name in dict.fromkeys(names) for part in _stamp(name))]

@@ -52,8 +52,8 @@ def from_frame(
         labels_key: the column of the labels; ``label``, ``labels`` or ``target`` by default. Labels are class numbers,
             also as floats, or the names of the columns; any other names are the classes in alphabetical order, and all
             of them must occur.
-        input_kind: ``"logits"`` or ``"probs"``; by default what the prefix of the columns says, or else logits.
-        ignore_index: label of the rows that are left out.
+        input_kind: ``"logits"`` or ``"probs"``; by default from the prefix of the columns, or else logits.
+        ignore_index: label of ignored rows.
         source: what the frame is called in errors.
 
     Returns:

@@ -49,7 +49,7 @@ def contents(url: Url) -> bytes:
 
 
 def part(url: Url, begin: int, end: int) -> bytes:
-    """The bytes [begin, end) of a file, or those of them that it has."""
+    """The bytes [begin, end) of a file; fewer if the file ends earlier."""
     system, path = _opened(url)
     with _reading(url):
         found = bytes(system.cat_file(path, start=begin, end=end))
@@ -88,7 +88,7 @@ def inside(url: Url) -> list[Url] | None:
 
 
 def fingerprint(url: Url) -> str:
-    """Tells one content of a file from another: the tag of the server, or else a digest of the bytes."""
+    """A fingerprint that changes with the content of a file: the tag of the server, or else a digest of the bytes."""
     system, path = _opened(url)
     with _reading(url):
         system.invalidate_cache()
@@ -140,7 +140,7 @@ def _line(error: Exception) -> str:
 
 
 def _urls(url: Url, paths: list[str]) -> list[Url]:
-    """Paths of the file system as URLs like the one that was asked for, also inside a chain."""
+    """Paths of the file system as URLs with the protocols of the given URL, also inside a chain."""
     links = str(url).split("::")
     place = next((at for at, link in enumerate(links) if glob.has_magic(link)), len(links) - 1)
     protocol = links[place].partition("://")[0]

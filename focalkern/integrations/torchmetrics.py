@@ -96,7 +96,7 @@ class CalibrationError(_FocalkernMetric):
         estimator: ``"equal_width"`` (constant memory), ``"equal_mass"`` or ``"equal_mass_interp"``.
         error: ``"expected"``, ``"maximum"``, ``"rms"`` or ``"debiased"`` (l2).
         input_kind: ``"probs"`` or ``"logits"``; logits go through a softmax.
-        ignore_index: target of rows that are left out.
+        ignore_index: label of ignored rows.
         **kwargs: of ``torchmetrics.Metric``.
 
     ``compute`` returns a float64 0-dim tensor, a fraction; NaN without rows.

@@ -61,7 +61,7 @@ def use_focal_loss(
             features then. Evaluation and generation are as before.
         label_smoothing: in [0, 1]; not for several labels per row.
         detach_modulation: treat the factor as a constant in the gradient; not for several labels per row.
-        modulation: None, or "confidence": p^gamma in the place of (1 - p)^gamma; not for several labels per row. With
+        modulation: None, or "confidence": p^gamma instead of (1 - p)^gamma; not for several labels per row. With
             ``gamma=1.0, detach_modulation=True`` it is TRL's ``loss_type="dft"``.
 
     Returns:
@@ -213,7 +213,7 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     The callback reads the logits of the evaluation's own forward passes. It adds the numbers to what
     ``trainer.evaluate()`` returns and to the last entry of ``trainer.state.log_history``: the mean negative
     log-likelihood in nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature
-    above 1 says that the model is over-confident.
+    above 1 means that the model is over-confident.
 
     Args:
         n_bins: bins of the ECE.

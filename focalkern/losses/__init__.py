@@ -7,7 +7,7 @@ weight
     [C] class weights, a buffer. Where a loss is no sum over the classes of the target (Brier, the norm of the logits),
     a sample has the weight of its label, or the mean of the weights under its class probabilities.
 ignore_index
-    Samples of this label count neither in the loss nor in the mean, whatever their logits hold.
+    Samples with this label count neither in the loss nor in the mean; their logits may be NaN.
 reduction
     "none", "mean" or "sum"; the mean divides by the summed weight of the samples that count.
 label_smoothing

@@ -173,7 +173,7 @@ class AdaFocalLoss(FocalFamily):
 
         Args:
             logits: [C], [N, C] or [N, C, d1, ...], floating point.
-            target: labels [], [N] or [N, d1, ...]; those equal to ``ignore_index`` are left out.
+            target: labels [], [N] or [N, d1, ...]; those equal to ``ignore_index`` are ignored.
 
         Raises:
             TypeError, ValueError: dtype, shape or device; logits whose softmax is NaN.
@@ -248,7 +248,7 @@ class AdaFocalLoss(FocalFamily):
         accuracy: Tensor | Sequence[float],
         counts: Tensor | Sequence[int] | None = None,
     ) -> AdaFocalRecord:
-        """Moves the gammas by statistics that were computed elsewhere, the same on every rank.
+        """Moves the gammas by given statistics, which must be the same on every rank.
 
         Args:
             bin_edges: [n_bins + 1], finite and ascending (equal neighbours are an empty bin): the bins from here on.

@@ -224,7 +224,7 @@ class Batch:
         return self.probabilities.argmax(-1, keepdim=True)
 
     def reduce(self, loss: Tensor, reduction: Reduction, *, weighted: bool = False) -> Tensor:
-        """Reduces a loss per sample [...] as cross-entropy does; ``weighted`` says that it has its weights."""
+        """Reduces a loss per sample [...] as cross-entropy does; ``weighted``: the loss already has its weights."""
         weight = torch.ones_like(loss) if self.weight is None else self.weight
         weight = torch.where(self.valid, weight, 0.0)
         loss = torch.where(self.valid, loss if weighted else weight * loss, 0.0)

@@ -130,8 +130,8 @@ class MMCELoss(Loss):
         bandwidth: h, at least 0.01.
         weight: [C] class weights, floating point, in the cross-entropy only; None for equal weights.
         ignore_index: samples with this label have loss 0 and do not count in the mean.
-        reduction: "mean" or "sum". The sum is that of the cross-entropy plus m times the second term. There is no
-            "none": the error belongs to the batch.
+        reduction: "mean" or "sum". With "sum", the loss is the summed cross-entropy plus m times the second term. There
+            is no "none": the error belongs to the batch.
         label_smoothing: e in [0, 1], in the cross-entropy only.
 
     The derivative of the root at 0 is taken as 0. Under ``torch.use_deterministic_algorithms`` CUDA refuses the prefix

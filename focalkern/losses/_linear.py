@@ -259,8 +259,8 @@ class LinearFLSDLoss(_Head, FLSDLoss):
 class LinearAdaFocalLoss(_Head, AdaFocalLoss):
     """:class:`AdaFocalLoss` over a linear layer: one gamma per bin of confidence, which follows validation.
 
-    ``accumulate`` and ``update`` take the features that the loss takes, [D], [N, D] or [B, S, D], where those of
-    :class:`AdaFocalLoss` take logits; the logits of validation too exist a chunk at a time.
+    ``accumulate`` and ``update`` take the loss's features [D], [N, D] or [B, S, D], not logits as in
+    :class:`AdaFocalLoss`; the logits of validation too exist a chunk at a time.
 
     Args:
         in_features, num_classes, bias, chunk_rows, softcap, device, dtype: as in :class:`LinearFocalLoss`.

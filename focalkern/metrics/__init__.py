@@ -51,8 +51,8 @@ sets (bootstrap replicates, say), and results have the batch's shape. No metric 
 
 Predictions of pixels are rows too: with ``target`` [N, d1, ...], ``probs`` are [N, C, d1, ...] and the metric is that
 of the flattened rows, to the bit, without those labelled ``ignore_index``. ``per="image"`` is the mean over the N
-images, less those without such rows. The shape of ``target`` tells pixels from a batch of sets; shapes that fit as both
-are an error.
+images, less those without such rows. The shape of ``target`` distinguishes pixels from a batch of sets; shapes that fit
+as both are an error.
 """
 
 from focalkern.metrics._bins import ReliabilityBins, reliability_bins

@@ -52,7 +52,7 @@ def expected_calibration_error(
         estimator: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``; see :mod:`focalkern.metrics`.
         confidence: [..., N] in [0, 1], floating point, in place of ``probs``.
         correct: [..., N], bool, or numbers in [0, 1].
-        ignore_index: label of pixels (or rows of [N, C]) that are left out; None leaves out none.
+        ignore_index: label of ignored pixels (or rows of [N, C]); None leaves out none.
         per: ``"set"`` takes all pixels together. ``"image"`` is the mean of the errors of the N images, each with its
             own bins; an image without pixels that count is skipped.
 
@@ -198,7 +198,7 @@ def debiased_calibration_error(
 
     Under ``"l2"`` the sum is an unbiased estimate of the squared RMSCE of infinitely many rows in the same bins; a bin
     of one sample contributes 0. Under ``"l1"`` it is an approximate correction of ECE: of the bias of a perfectly
-    calibrated model it removes sqrt(2) - 1, about two fifths. It is not clipped at 0: a negative value says that the
+    calibrated model it removes sqrt(2) - 1, about two fifths. It is not clipped at 0: a negative value means that the
     ECE is below the level of noise.
 
     Args:

@@ -101,8 +101,8 @@ def risk_coverage(
     Args:
         probs: [N, C] or [N, C, d1, ...] probabilities, or None with ``confidence``.
         target: [N] or [N, d1, ...] class indices, or None with ``correct``.
-        confidence: [N] in [0, 1], in the place of ``probs``.
-        correct: [N] bool, in the place of ``target``.
+        confidence: [N] in [0, 1], instead of ``probs``.
+        correct: [N] bool, instead of ``target``.
         ignore_index: as :func:`expected_calibration_error`.
 
     Returns:
@@ -154,8 +154,8 @@ def accept_threshold(
         target: [N] or [N, d1, ...] class indices, or None with ``correct``.
         max_risk: the largest acceptable error rate of accepted rows, in (0, 1).
         confidence: confidence level of the bound, in (0, 1).
-        scores: [N] confidences in [0, 1], in the place of ``probs``.
-        correct: [N] bool, in the place of ``target``.
+        scores: [N] confidences in [0, 1], instead of ``probs``.
+        correct: [N] bool, instead of ``target``.
         ignore_index: as :func:`focalkern.metrics.expected_calibration_error`.
 
     Returns:

@@ -109,8 +109,7 @@ def accuracy(
         float64 tensor of the batch's shape, a fraction; NaN for N = 0.
 
     Raises:
-        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`, but logits are as good as
-            probabilities here.
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`, but logits are also accepted.
 
     Example:
         >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
@@ -202,7 +201,7 @@ def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
 
     .. math:: P(\text{in} > \text{out}) + \tfrac{1}{2} P(\text{in} = \text{out})
 
-    1 when every in-distribution sample is more confident than every other, 1/2 when confidence says nothing. With the
+    1 if every in-distribution sample is more confident than every other, 1/2 if confidence is uninformative. With the
     confidences of correct and of wrong predictions it is the AUROC of failure prediction.
 
     Args:

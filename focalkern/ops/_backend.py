@@ -1,4 +1,4 @@
-"""Chooses between the compiled module and plain torch, and says why and which command mends that.
+"""Chooses between the compiled module and plain torch, and reports the reason and the command that repairs it.
 
 Operators use a compiled module that fits the installed torch, the Python and the device. For another torch
 :mod:`focalkern.stable` has the same kernels behind torch's stable ABI; everywhere else :mod:`focalkern.fallback`
@@ -62,7 +62,8 @@ def _setting() -> str:
 def _candidates(built_for: ModuleType) -> list[str]:
     """The modules for this torch, the best one first.
 
-    torch is compared with those of the build, because the loader's own error would be an undefined symbol.
+    the versions of torch and of the build are compared first, because the loader's own error would be an undefined
+    symbol.
     """
     here = str(torch.__version__)
     if hasattr(built_for, "MODULES"):  # the wheel with a module for every supported torch
@@ -204,7 +205,7 @@ def backend_for(tensor: Tensor) -> Any:
 
     An operator takes its function from here, ``backend_for(input).focal_loss(...)``; the names, arguments and errors of
     both modules are the same. Under torch.compile an operator with kernels goes through torch.ops instead, and
-    ``has_kernels`` tells; the plain functions are traced as they are.
+    ``has_kernels`` tells; the plain functions are traced directly.
     """
     return _module if has_kernels(tensor) else fallback
 
@@ -221,7 +222,7 @@ def module_or_fallback() -> Any:
 
 
 def _say_why(device_type: str) -> Literal[False]:
-    """Says once why plain torch is taken; raises if FOCALKERN_KERNELS=require."""
+    """Warns once with the reason for plain torch; raises if FOCALKERN_KERNELS=require."""
     global _warned
     if _module is None:
         reason = _why

@@ -151,7 +151,7 @@ def loss_of_elements_over_mesh(
     reduction: str,
 ) -> Tensor:
     """A loss of every logit: ``local(logits, target, parameters, weight, reduction, ignore_index)``. Any dimension may
-    be sharded, that of the classes too."""
+    be sharded, also the class dimension."""
     reduction_code(op, reduction)
     class_dim = min(input.dim() - 1, 1)
     input = _settled(input, None, False)

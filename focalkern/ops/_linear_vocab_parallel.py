@@ -55,7 +55,7 @@ class HeadTensors(NamedTuple):
     linear_weight: Tensor  # [C_r, D]
     linear_bias: Tensor | None  # [C_r]
     target: Tensor | None  # [N, C_r] class probabilities; None for the labels of the split
-    gamma: Tensor | None  # [] or [N], in the place of the settings'
+    gamma: Tensor | None  # [] or [N], instead of the gamma of the settings
     row_weights: Tensor  # [N] float64: what the rows count for in the mean, and the weight of a label's loss
     class_weights: Tensor | None  # [C_r]; None for labels without smoothing, which have row_weights
 

@@ -1,4 +1,4 @@
-"""focal_loss with z_loss or return_stats: the loss over ranks, with one process in the place of all of them.
+"""focal_loss with z_loss or return_stats: the loss over ranks, with one process as the only rank.
 
 For labels without smoothing one pass over the logits gives d and the log-sum-exp, and one gives the gradient of both
 terms (:mod:`focalkern.ops._vocab_slices`). Class probabilities, smoothing, torch.func, forward-mode derivatives and

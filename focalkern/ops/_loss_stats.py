@@ -104,7 +104,7 @@ def packed_stats(z: Tensor, split: Split, rows: RowStatistics) -> Tensor:
 
 
 def stats_from(packed: Tensor, split: Split, leading: torch.Size, dtype: torch.dtype) -> LossStats:
-    """``dtype`` is that of the logits."""
+    """The dtype is the dtype of the logits."""
     real = compute_dtype(dtype)
     predicted = packed[2].to(torch.int64)
     correct = (predicted == split.target) & split.counts

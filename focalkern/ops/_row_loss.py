@@ -105,7 +105,7 @@ def needs_float64(input: Tensor, target: Tensor, label_smoothing: object) -> boo
 
 
 def _of(op: str, kind: int, error: Exception) -> Exception:
-    """The error with the name of the function that was called in the place of the loss's own."""
+    """The error, with the name of the called function instead of the name of the loss."""
     name = row_loss_of(kind).name
     return error if name == op or not str(error).startswith(name) else type(error)(str(error).replace(name, op, 1))
 

@@ -71,7 +71,7 @@ def check_settings(
     detach_modulation: bool,
     z_loss: float = 0.0,
 ) -> Settings:
-    """Checks a target of labels [...] or class probabilities [..., C_r], and everything that is no tensor of logits."""
+    """Checks labels [...] or class probabilities [..., C_r], and every argument except the logits."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{op}: torch.func does not transform a loss over several ranks")
     reduction_code(op, reduction)
@@ -122,7 +122,7 @@ class Split(NamedTuple):
     def of(
         cls, op: str, target: Tensor, classes: int, settings: Settings, group: Any, shape: tuple[int, int]
     ) -> "Split":
-        """Tells the ranks the sizes of the slices. ``shape`` must be the same on all of them."""
+        """Sends the sizes of the slices to all ranks. ``shape`` must be the same on all of them."""
         group = group_of(op, group)
         here = torch.tensor([classes, *shape], dtype=torch.int64, device=target.device)
         sizes = all_gather(here, group)

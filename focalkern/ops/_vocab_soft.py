@@ -33,7 +33,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, target: Tensor | None, weight: Tensor | None, classes: int, split: Split) -> "Shares":
-        """``weight`` is that of all classes."""
+        """``weight`` has all classes."""
         rows = split.row_weights(None if target is not None else weight, torch.float64)
         if weight is None:
             return cls(target, None, False, rows)
@@ -57,7 +57,7 @@ class SoftRows(NamedTuple):
 def soft_losses(
     z: Tensor, split: Split, shares: Shares, gamma: Tensor | None, settings: Settings
 ) -> tuple[Tensor, SoftRows, Tensor]:
-    """Losses, what the gradients want, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk. ``gamma`` [] or [n]
+    """Losses, inputs of the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk. ``gamma`` [] or [n]
     stands for that of the settings."""
     rows = _softmax(z, split.group)
     sums = torch.zeros(3, len(z), dtype=torch.float64, device=z.device)

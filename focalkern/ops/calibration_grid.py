@@ -128,7 +128,7 @@ def calibration_grid(
             split as by numpy.array_split. ``"equal_mass_interp"``: edges interp(linspace(0, N, M + 1), arange(N),
             sorted), bins (lo, hi]; the lowest sample falls in no bin, as in the published code of adaptive ECE.
         input_kind: what ``input`` holds.
-        ignore_index: label of rows that are left out.
+        ignore_index: label of ignored rows.
 
     Returns:
         A :class:`CalibrationGrid` with its tables in the order of ``criteria``. Arrays as input give arrays.

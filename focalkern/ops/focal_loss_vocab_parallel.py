@@ -107,7 +107,7 @@ def focal_loss_vocab_parallel(
 
     It is :func:`focal_loss` of all logits to rounding. Every rank calls it with its slice of the classes and the same
     of everything else, and gets the same loss, bit by bit; the gradient of its slice stays with it. Per row 16 bytes
-    are reduced by MAX and 8 by SUM, for any number of classes; one number per call tells the ranks the sizes of the
+    are reduced by MAX and 8 by SUM, for any number of classes; one number per call gives all ranks the sizes of the
     slices.
 
     Args:

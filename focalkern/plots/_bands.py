@@ -66,7 +66,7 @@ def reliability_bands(
 
         \text{band}_b: \text{quantiles of } \tfrac{1}{n_b} \text{Binomial}(n_b, \text{conf}_b)
 
-    The accuracies are those of bootstrap resamples: N samples drawn with replacement. The cuts between the bins stay
+    The accuracies come from bootstrap resamples: N samples drawn with replacement. The cuts between the bins stay
     where they are. Then a replicate is no more than new counts of right and wrong samples per bin, multinomial with the
     observed shares, and the samples themselves are not needed. Where all samples of a bin are right, or all wrong,
     every replicate agrees and the interval is one point, which is a weakness of the bootstrap for such a bin, not a

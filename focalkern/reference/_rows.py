@@ -55,7 +55,7 @@ def reduce_classes(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    """The loss, from that of every class [..., C] by the class's share of the target."""
+    """The loss: the losses of the classes [..., C], weighted by the shares of the target."""
     n_classes = class_loss.shape[-1]
     w = torch.ones_like(class_loss) if weight is None else weight.to(class_loss.dtype).expand(class_loss.shape)
     if target.is_floating_point():

@@ -297,7 +297,7 @@ class RowLossSpec:
         detach_modulation: bool = False,
         **options: Any,
     ) -> Tensor:
-        """The definition, with those of the operator's arguments that it takes."""
+        """Calls the definition with those arguments of the operator that it accepts."""
         values = {"gamma": gamma, "epsilon": epsilon}
         given: dict[str, Any] = {name: values[name] for name in self.parameters}
         if self.detachable:
@@ -389,7 +389,7 @@ def take_numbers(names: Sequence[str]) -> None:
 
 
 def number_of(name: str) -> int:
-    """The number of a loss, by which the operators tell it: ``kind``."""
+    """The number by which the operators identify the loss: ``kind``."""
     return _numbered.index(name)
 
 

@@ -56,7 +56,7 @@ def _rows(input: Tensor, kind: int) -> torch.Size:
 
 
 def _prepared(inputs: _Inputs, kind: int) -> tuple[list[Tensor | None], list[float]]:
-    """Input, gamma and temperature, the parameters in double and one per row, and the numbers of those that are one."""
+    """Input, gamma and temperature (float64, one per row), and the parameters that are single numbers."""
     shape, wide = _rows(inputs.input, kind), torch.float64
     given = [
         parameter(value, 0.0, wide, shape if isinstance(value, Tensor) and value.numel() != 1 else None)

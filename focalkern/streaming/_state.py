@@ -45,7 +45,7 @@ class CalibrationGridState:
         criteria: from ``"ece"``, ``"mce"``, ``"nll"`` and ``"brier"``.
         estimator: bins of ``ece`` and ``mce``, as for :func:`focalkern.calibration_grid`.
         input_kind: ``"logits"`` or ``"probs"``, what ``update`` is given.
-        ignore_index: label of rows that are left out.
+        ignore_index: label of ignored rows.
         n_buckets: >= 16, of the sketch behind the equal-mass estimators; the bound shrinks about as 1 / n_buckets.
         exact: keep the rows that were seen in an unnamed temporary file in ``spill_dir``, and let :meth:`compute` map
             it and do what :func:`focalkern.calibration_grid` does: disk space for the input and 8 bytes per row, and
@@ -110,7 +110,7 @@ class CalibrationGridState:
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the sums, that of the first batch; None before it."""
+        """Device of the sums: the device of the first batch; None before it."""
         return self._content.device
 
     def __repr__(self) -> str:
@@ -335,7 +335,7 @@ class CalibrationGridState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:
-        """Replace the sums by those of a :meth:`state_dict`.
+        """Replace the sums with the content of a :meth:`state_dict`.
 
         Args:
             state_dict: state_dict of a state for the same grid.

@@ -38,7 +38,7 @@ class Accumulator(Protocol):
         """The content, for a saved state."""
 
     def load(self, subject: str, tensors: Any, n_rows: int) -> None:
-        """Replace the content by that of a saved state."""
+        """Replace the content with a saved state."""
 
 
 class SumAccumulator:

@@ -28,8 +28,8 @@ def calibrator_card(path: str | os.PathLike[str]) -> str:
     """A card for a saved calibrator, for colleagues who will use it.
 
     Its sections follow the model cards of Hugging Face: details, uses, how to start, data, evaluation, limits, source.
-    Data, date and metrics come from :meth:`focalkern.Study.save` or ``focalkern calibrate``; for a calibrator that was
-    saved without them the card says that they are not recorded.
+    Data, date and metrics come from :meth:`focalkern.Study.save` or ``focalkern calibrate``; if they were not saved
+    with the calibrator, the card says that they are not recorded.
 
     Args:
         path: the file of the calibrator.

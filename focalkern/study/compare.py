@@ -101,7 +101,7 @@ def compare_calibrators(
         accept_risk: an error rate in (0, 1). The verdict then has one more line, from the test samples: the confidence
             above which predictions can be accepted, the share of such predictions, and the 95% upper bound of their
             error rate (:func:`focalkern.accept_threshold`).
-        ignore_index: label of the rows of pairs and of files that are left out.
+        ignore_index: label of ignored rows, in pairs and in files.
         storage_options: options for patterns that are URLs, as in :func:`focalkern.files.read_sets`.
 
     Returns:
@@ -341,7 +341,7 @@ def _of_method(
     estimator: Estimator,
     n_bins: int,
 ) -> list[CalibratorResult]:
-    """Results besides the grid: the scaling by another search, and bins. The last one was asked for.
+    """Results besides the grid: the scaling by another search, and bins. The last one is the requested calibrator.
 
     Args:
         validation: in memory.
@@ -379,6 +379,6 @@ def _of_method(
 
 
 def _can_be_fitted(scaling: Scaling, input: Tensor, labels: Tensor) -> bool:
-    """The NLL is finite nowhere if a sample gives its class probability 0; other criteria are always finite."""
+    """The NLL is infinite in every cell if a sample gives its class probability 0; other criteria are always finite."""
     impossible = 0.0 if scaling.input_kind == "probs" else -math.inf
     return scaling.criterion != "nll" or not bool((input.gather(1, labels.unsqueeze(1)) == impossible).any())

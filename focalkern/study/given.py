@@ -33,7 +33,7 @@ def given_samples(
         given: the argument.
         prefix: ``"val"`` or ``"test"``: the set of a file with several.
         kind: kind of the logits in pairs.
-        ignore_index: label of the rows that are left out.
+        ignore_index: label of ignored rows.
         storage_options: options for a pattern that is a URL.
 
     Raises:

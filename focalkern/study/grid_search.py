@@ -99,7 +99,7 @@ def search_grid(
 def scalings_of_grid(
     grid: CalibrationGrid, gammas: Sequence[float], criterion: Criterion, samples: Samples
 ) -> dict[str, Scaling | None]:
-    """Method -> scaling with the lowest criterion in the grid; None if the criterion is finite nowhere.
+    """Method -> scaling with the lowest criterion in the grid; None if the criterion is infinite in every cell.
 
     Temperature scaling takes the row gamma = 0 of the grid, focal temperature scaling the rows of ``gammas``.
     """
@@ -213,7 +213,8 @@ def _refine(samples: StreamedSamples, grid: CalibrationGrid, bound: Tensor) -> N
 
 
 def _measure_lowest(samples: StreamedSamples, grid: CalibrationGrid, bound: Tensor) -> None:
-    """One pass for the exact scores of all cells that may be chosen; their ECEs replace those of the buckets."""
+    """One pass for the exact scores of all cells that may be chosen; their exact ECEs replace the ECEs of the
+    histogram."""
     lowest = [*_lowest(grid, "ece", _MEASURED_CELLS), *_lowest(grid, "nll", 1)]
     n_temperatures = len(grid.temperatures)
     places = [divmod(place, n_temperatures) for place in torch.cat(lowest).unique().tolist()]

@@ -23,7 +23,7 @@ _LOOK = 1 << 16  # samples of this process to look for problems in
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows [first, first + n) of a set, in memory; the others are those of other processes. As ``ShardedRows``."""
+    """Rows [first, first + n) of a set, in memory; other processes have the others. As ``ShardedRows``."""
 
     input: Tensor
     target: Tensor
@@ -70,8 +70,8 @@ def share_rows(
     processes. Rows do not leave their process, except the top probabilities of up to 524,288 test rows. The processes
     run at the same time and wait for each other in each of the passes, about 100.
 
-    The rows are numbered in the order of the ranks; the folds are by these numbers. The verdict, the calibrator and the
-    scores are those of one process with all rows, sums to 1e-12. The study of rank 0 has the results.
+    The rows are numbered in the order of the ranks; the folds are by these numbers. Verdict, calibrator and scores
+    equal the results of one process with all rows; sums agree to 1e-12. The study of rank 0 has the results.
 
     Args:
         logits: [n, C], the rows of this process; n may be 0.

@@ -171,7 +171,7 @@ def remarks_on_bins(result: CalibratorResult, samples: LogitSet) -> list[str]:
 
 
 def _on_small_differences(comparison: Comparison, intervals: Intervals, chosen: CalibratorResult) -> list[str]:
-    """Differences of the chosen result that the intervals do not tell from 0."""
+    """Differences of the chosen result whose intervals contain 0."""
     found = []
     place = comparison.chosen_index
     assert place is not None

@@ -200,7 +200,7 @@ class Comparison:
         validation, test: the samples; the same object without a test set.
         search: the scores of every (gamma, T) searched, on the validation samples, with their error bounds.
         results: the rows of the table; the first is no calibration.
-        chosen: the one of ``results`` to use; None where its criterion is finite nowhere.
+        chosen: the one of ``results`` to use; None if its criterion is infinite in every cell.
         intervals: bootstrap intervals on the test samples; None without a bootstrap.
         cross_validation: results for the candidates; None if the user named a method.
         estimator: estimator of the ECE in the verdict and in the table; ``grid.estimator`` is that of the search.

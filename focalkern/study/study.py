@@ -30,12 +30,12 @@ class Study(JudgedComparison):
     """The result of :func:`focalkern.compare_calibrators`, and of ``focalkern calibrate``.
 
     Attributes:
-        validation, test: the samples fitted and chosen by, and those of the scores; the same object if there are no
-            test samples.
+        validation, test: the samples for fit and choice, and the samples for the scores; the same object if there are
+            no test samples.
         search: ECE and NLL of every (gamma, T) of the paper's search, on the validation samples, with the error bounds
             of samples in files; :attr:`grid` has the tables alone.
         results: the rows of the table, a :class:`focalkern.study.CalibratorResult` each; the first is no calibration.
-        chosen: the result to use; None if its criterion is finite nowhere.
+        chosen: the result to use; None if its criterion is infinite in every cell.
         intervals: bootstrap intervals of the scores; None without a bootstrap.
         cross_validation: results for the candidates; None if the user named a method.
         estimator: estimator of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the search.
@@ -65,7 +65,7 @@ class Study(JudgedComparison):
             ValueError: nothing was chosen.
         """
         if self.chosen is None:
-            raise ValueError("Study: nothing was chosen: the criterion is finite nowhere")
+            raise ValueError("Study: no calibrator was chosen, because the criterion is infinite in every cell")
         calibrator: Calibrator | Predictor = self.chosen.calibrator
         return calibrator
 

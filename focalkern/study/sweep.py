@@ -347,7 +347,7 @@ def _figures(study: Study) -> dict[str, dict[str, float] | None]:
 
 
 def _stamp(name: str, settings: Mapping[str, Any]) -> list[Any]:
-    """Tells one task from another: the contents of the files. (Other files may have their size and their time.)"""
+    """A fingerprint of a task: the contents of the files. (Other files may have their size and their time.)"""
     options = settings["storage_options"]
     try:
         files = [located(name, options)]
