@@ -49,7 +49,7 @@ class Grid {
 
   // Adds the contributions of the samples: to the tables nll and brier [n_gammas, n_temperatures], if they are among
   // the criteria, and to count, confidence and correct [n_gammas, n_temperatures, n_buckets], if ece or mce are. The
-  // buckets are those of the sketch, or else n_buckets equal bins. The number of samples goes to rows, one int64 on the
+  // buckets are the sketch's, or else n_buckets equal bins. The number of samples goes to rows, one int64 on the
   // CPU. This is one call, so that an interrupt of Python never leaves half of the sums updated.
   void add_to(const Tensor& rows_seen, const std::optional<Tensor>& count, const std::optional<Tensor>& confidence,
               const std::optional<Tensor>& correct, const std::optional<Tensor>& nll,

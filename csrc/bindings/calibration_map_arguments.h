@@ -27,7 +27,7 @@ enum Kind : int64_t { kLogits = 0, kProbs = 1, kBinary = 2 };
 struct Options {
   int64_t kind;
   bool log_output;  // log-probabilities, or log-odds
-  bool wide;        // a half-precision input has a float32 output, as autocast wants it
+  bool wide;        // a half-precision input has a float32 output, as autocast requires
 };
 
 const char* op_name(int64_t kind) { return kind == kBinary ? "binary_focal_calibration_map" : "focal_calibration_map"; }

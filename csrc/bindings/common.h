@@ -43,7 +43,7 @@ void check_floating(const char* op, const char* argument, const Tensor& tensor);
 // Raises ValueError unless both tensors are on one device.
 void check_same_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& input);
 
-// FOCALKERN_VALIDATE=1: also check values that only a synchronisation with the device can tell.
+// FOCALKERN_VALIDATE=1: also check values that only a synchronisation with the device can read.
 bool validation_requested();
 
 // float64 for float64, float32 for everything narrower.
@@ -65,7 +65,7 @@ inline int64_t class_dim_of(const Tensor& input) { return input.dim() == 1 ? 0 :
 // A single number may stay on the host: it becomes a kernel argument.
 inline bool is_host_number(const Tensor& parameter) { return parameter.dim() == 0 && parameter.device().is_cpu(); }
 
-// Whether autocast wants a float32 result for this half-precision input.
+// Whether autocast requires a float32 result for this half-precision input.
 bool autocasts(const Tensor& input);
 
 // Whether a torch.func transform is active or a tensor carries a forward-mode tangent: the fused kernels would drop
@@ -106,7 +106,7 @@ c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Gradients that can be differentiated again: result[i] is that of variables[i], if it is needed. `composite` computes
+// Gradients that can be differentiated again, result[i] for variables[i] if it is needed. `composite` computes
 // the loss from aliases of the variables, so that a hook on the user's tensor fires once.
 template <size_t kVariables, typename Composite>
 void differentiable_gradients(const std::array<Tensor, kVariables>& variables,

@@ -29,7 +29,7 @@ struct RowLossOptions {
   int64_t ignore_index;
   double label_smoothing;
   bool detach_modulation;
-  bool float32_loss;  // a half-precision loss is returned as float32, as autocast wants it
+  bool float32_loss;  // a half-precision loss is returned as float32, as autocast requires
 };
 
 // focal_loss_forward and focal_loss_backward, by way of the dispatcher.

@@ -175,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
       args.grad_logits = static_cast<Scalar*>(input_buffer.mutable_data_ptr());
     }
     if (needed[1]) {
-      // The kernel knows one layout for the target and its gradient, which an expanded target cannot lend.
+      // The kernel has one layout for the target and its gradient, so an expanded target cannot provide it.
       if (!prepared.target.is_non_overlapping_and_dense()) {
         prepared.target = prepared.target.contiguous();
         prepared.args.target_layout = *row_layout(prepared.target, class_dim);

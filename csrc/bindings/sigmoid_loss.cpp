@@ -99,7 +99,7 @@ struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    torch::autograd::variable_list result(7);  // autograd wants as many gradients as forward has arguments
+    torch::autograd::variable_list result(7);  // autograd requires one gradient per argument of forward
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     const auto capsule = ctx->saved_data["options"].toCapsule();

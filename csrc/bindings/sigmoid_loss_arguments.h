@@ -19,7 +19,7 @@ struct Options {
   double margin;
   int64_t reduction;
   int64_t ignore_index;
-  bool float32_loss;  // a half-precision loss is returned as float32, as autocast wants it
+  bool float32_loss;  // a half-precision loss is returned as float32, as autocast requires
 };
 
 struct Inputs {

@@ -4,7 +4,7 @@
 //   spline_map_backward   -> (grad_input, grad_parameters, grad_knots, grad_coefficients, grad_weight, grad_bias)
 //   spline_map_composite  -> output   in differentiable torch operations, by focalkern.fallback
 //
-// `parameters` holds 1 + a, T and e; `coefficients` [m + 1, 4] are those of the curve on its pieces. Tensors on the
+// `parameters` holds 1 + a, T and e; `coefficients` [m + 1, 4] define the curve on its pieces. Tensors on the
 // host stay there, in float64. The forward pass saves only its arguments for the backward pass. Derivatives of higher
 // order, torch.func transforms and forward-mode tangents go through spline_map_composite.
 
@@ -450,7 +450,7 @@ struct SplineMapFunction : torch::autograd::Function<SplineMapFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    torch::autograd::variable_list result(12);  // autograd wants as many gradients as forward has arguments
+    torch::autograd::variable_list result(12);  // autograd requires one gradient per argument of forward
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     const auto saved = ctx->get_saved_variables();

@@ -61,7 +61,7 @@ FK_VECTOR_CLONES void find_top_two(const double* x, int64_t classes, Tile& tile)
       tile.of_target[r] = this_class == tile.target[r] ? value : tile.of_target[r];
     }
   }
-  // If only one class is possible, nothing depends on the map.
+  // If only one class is possible, the loss does not depend on the map.
   for (int64_t r = 0; r < kRows; ++r) {
     if (tile.next[r] != kMinusInfinity) continue;
     tile.next[r] = tile.top[r];

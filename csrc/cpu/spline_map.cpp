@@ -16,7 +16,7 @@ namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// Whether every row has an answer: no NaN, no +inf, a class above -inf, which the sums of the exponentials tell; of
+// Whether every row has an answer: no NaN, no +inf, a class above -inf, checked by the sums of the exponentials; of
 // probabilities the signs and the sum, too.
 void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& t) {
   for (int64_t r = 0; r < t.n_rows; ++r) t.valid[r] = t.rest[r] == t.rest[r];
@@ -250,7 +250,7 @@ void slopes_of_exponents(const SplineMapBackward& args, int64_t row, const Splin
       of_floor += spline_grad_floor(of_x, t.e[i], p, t.inverse[r], share);
       const double of_log_q = spline_grad_log_q(of_x, t.e[i], p, of);
       (is_large ? large : rest) += of_log_q;
-      t.slope[i] = of_log_q;  // its own value is not needed any more
+      t.slope[i] = of_log_q;  // its value is not needed any more
     }
     const double complement = t.rest[r] * t.inverse[r];
     double of_temperature = 0;

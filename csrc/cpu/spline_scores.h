@@ -106,7 +106,7 @@ void curve_one_by_one(const SplineTile& t, const SplineCurve& curve) {
   }
 }
 
-// f(u), the piece of u, and s in the place of u; f'(u), too, if wanted.
+// f(u), the piece of u, and s, which replaces u; f'(u), too, if wanted.
 template <bool with_slope>
 void curve_of_tile(const SplineTile& t, const CurveTables& tables) {
 #ifdef FK_HAS_AVX512_CODE
@@ -159,7 +159,7 @@ FK_AVX512 inline __m512d inverses(__m512d x) {
 // nor u is written.
 //
 // `in_order` keeps the digits of double: a P is in a step of 2^-30 of itself. Its score is that at the start of the
-// step, plus the slope there times the rest of P: within a step it rises with P, whatever rounding does. A rise counts
+// step, plus the slope there times the rest of P: within a step it rises with P, also after rounding. A rise counts
 // from `slack` on, so that rounding at the start of the next step, where the score begins anew, cannot fall below it.
 template <bool in_order>
 FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables& tables, const SplineScores& args,

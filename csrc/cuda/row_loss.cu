@@ -31,7 +31,7 @@ struct KeptNumbers {
   int marked;  // or kIgnored
 };
 
-// LongExpSum for a few numbers at a time, where the cost of rescaling counts; its error is that of `summand`. The sum
+// LongExpSum for a few numbers at a time, where the cost of rescaling counts, with the error of `summand`. The sum
 // is relative to coarse_base(max).
 template <int count, typename Real>
 __device__ __forceinline__ void add_some(LongExpSum<Real>& rest, const Real (&values)[count]) {

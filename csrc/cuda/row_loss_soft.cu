@@ -4,8 +4,8 @@
 // row_groups.cuh assigns threads to rows. Forward, a group reads its row twice: for the largest logit with the sum of
 // exponentials, then for the terms. Backward it reads the row twice again: for the sum of the slopes, then for the
 // gradient. The likely class is the one, if any, with more than about half of the probability. It takes the exact
-// formulas, once per row. For all others 1 - p does not cancel, and a few operations suffice (unlikely_terms). If only
-// the label's share differs from that of the rest (kUniform), the label is added apart, too.
+// formulas, once per row. For all others 1 - p does not cancel, and a few operations suffice (unlikely_terms). If all
+// other classes have one share (kUniform), the label is added apart, too.
 
 #include <type_traits>
 
@@ -154,7 +154,7 @@ __device__ __forceinline__ void each_unlikely(const RowLossArgs<Scalar>& args, c
   });
 }
 
-// The label's share beyond that of the other classes, and the share of those.
+// The label's share minus the share of every other class, and the share of every other class.
 template <typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> label_share(const RowLossArgs<Scalar>& args) {
   return compute_t<Scalar>(1) - args.label_smoothing;

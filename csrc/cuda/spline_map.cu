@@ -49,7 +49,7 @@ __global__ __launch_bounds__(kBlock, 2) void spline_map_backward_kernel(const __
     const SplineStart start = block.start(args.rows, part);
     const double largest = block.scores(args.rows, args.scores, start, part, [](int, const SplineEntry&, double) {});
     const double scale = 1 / block.template exponentials<false>(part, largest);
-    // A class that cannot occur takes no part, whatever its upstream gradient is.
+    // An impossible class takes no part, even if its upstream gradient is not finite.
     const auto upstream = [&](int c, int at) {
       const bool impossible = args.scores.keep_zeros && part.d[at] == -kInfinity<double>;
       return impossible ? 0.0 : load_number(args.grad_output, args.of_grad, part.offset + c);

@@ -280,7 +280,7 @@ struct SplineBlock {
     return group.max(largest);
   }
 
-  // Pass 4: exp(score - largest) in the place of the scores, unless `keep`; returns the sum.
+  // Pass 4: exp(score - largest) replaces the scores, unless `keep`; returns the sum.
   template <bool keep>
   __device__ __forceinline__ double exponentials(const SplinePart& part, double largest) const {
     double sum = 0;

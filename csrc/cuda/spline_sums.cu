@@ -1,5 +1,5 @@
 // Sums over rows for the fit of spline scaling: the loss with its derivatives in the curve, in a vector and for a
-// matrix, and that of the temperature. [rows, classes] -> the numbers of each thread (kernels/spline.h).
+// matrix, and the loss of the temperature. [rows, classes] -> the numbers of each thread (kernels/spline.h).
 //
 // Passes over a row (spline_row.cuh): 1. the largest logit   2. the sum of exp over the others   3. scores
 // 4. their softmax   5. the sums; of the temperature 2. and its sum for each 1/T. Pass 1 alone reads the input.

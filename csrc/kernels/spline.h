@@ -49,7 +49,7 @@ struct SplineMapForward {
   SplineCurve curve;
   SplineScores scores;
   bool log_output;
-  bool keep_order;   // of the classes of every row, whatever rounding does
+  bool keep_order;   // of the classes of every row, exactly, also after rounding
   void* output;      // [rows, classes]
   SplineStorage to;  // of output
   double tolerance;  // of the sums of probabilities

@@ -168,13 +168,13 @@ FK_HOST_DEVICE MapGamma<Real> map_gamma(double gamma) {
 template <typename Real>
 FK_HOST_DEVICE MapOffset<Real> map_offset(const MapSoftmax<Real>& row, MapGamma<Real> of) {
   // a_k - a_t = (y_k + M) + gamma log u_t + log(1 + gamma phi_t) - log G(q_k), with log u_t = M + log S - log1p(odds).
-  // Collecting M by hand keeps (1 + gamma) M accurate as gamma -> -1.
+  // An explicit factor M keeps (1 + gamma) M accurate as gamma -> -1.
   return {of.gamma, of.one_plus * row.gap + of.gamma * (row.log_rest - row.minus_log_q),
           of.one_plus - of.gamma * row.one_minus_phi};
 }
 
-// The part of ratio_offset that map_ratio applies as a factor. The rest goes into the power, which is then at most
-// about 1 + gamma.
+// The part of ratio_offset that map_ratio applies as a factor. The power takes the rest; it is then at most about 1 +
+// gamma.
 template <typename Real>
 FK_HOST_DEVICE Real lowest_scale(Real gamma) {
   constexpr bool kFloat = sizeof(Real) == sizeof(float);
@@ -284,8 +284,8 @@ FK_HOST_DEVICE Real minus_q_log_q(Real q, Real log_q) {
 #endif
 }
 
-// Clamps a ratio, or its logarithm, so that rounding never makes it exceed that of the largest class, or differ among
-// ties.
+// Clamps a ratio, or its logarithm, so that rounding never makes it exceed the ratio of the largest class, or differ
+// among ties.
 template <typename Real>
 FK_HOST_DEVICE Real in_order(Real ratio, Real y, Real of_largest, const MapTerms<Real>& row) {
   const Real bounded = ratio < of_largest ? ratio : of_largest;

@@ -14,8 +14,8 @@
 //   unlikely_terms     the same in fewer operations for a class of at most kUnlikely
 //   kHasGamma          whether gamma matters
 //
-// Everything is branch-free, so that loops over rows run in vectors; the logarithms of p and of 1 - p are both at hand,
-// so that nothing needs 1 - p.
+// Everything is branch-free, so that loops over rows run in vectors; the logarithms of p and of 1 - p are both known,
+// so that no formula needs 1 - p.
 #pragma once
 
 #include "math/focal.h"

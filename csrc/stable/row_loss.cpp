@@ -161,7 +161,7 @@ int64_t forward(const Tensor& input, const Tensor& target, const OptionalTensor&
   return invalid;
 }
 
-// The gradients have the shapes of their inputs, that of gamma the shape of the unreduced loss. The gradient of the
+// The gradients have the shapes of their inputs; dL/dgamma has the shape of the unreduced loss. The gradient of the
 // target has the strides of the target. `mean` takes the divisor of the forward pass, the last number of `saved`.
 void backward(const Tensor& grad, const Tensor& input, const Tensor& target, const OptionalTensor& gamma,
               const OptionalTensor& edges, const OptionalTensor& weight, const Tensor& saved,

@@ -124,7 +124,7 @@ class OrderedConfidences {
     rewind();
   }
 
-  // The cursor passes over the buckets once, so ranks must be asked for in ascending order.
+  // The cursor passes over the buckets once, so calls must have ascending ranks.
   void rewind() {
     cursor_ = 0;
     rank_ = 0;
@@ -245,7 +245,7 @@ void equal_mass_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bi
 
 template <typename Real>
 void equal_mass_interp_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bins, BinSums* bins) {
-  // Three passes, because with fewer samples than bins an edge may need a rank below that of the edge before it.
+  // Three passes, because with fewer samples than bins an edge may need a lower rank than the edge before it.
   std::vector<Real> edges(n_bins + 1), upper(n_bins + 1);
   for (int64_t edge = 0; edge <= n_bins; ++edge) {
     edges[edge] = order.confidence_at(equal_mass_interp_rank(edge, rows, n_bins).rank);

@@ -38,7 +38,7 @@ FK_VECTOR_CLONES void label_pieces(Real d_label, const Real* __restrict inverse_
 
 // The NLL of kSamples samples, as a product with one logarithm for all of them. With R as above,
 //   nll = log(1 + R) + [y != t] (-x_y + gamma (log u_y - log u_t) + log((1 + gamma phi_y) / (1 + gamma phi_t)))
-// A double holds a product of kSamples factors up to 2^60. Where 1 + R would drop the digits of R, R goes into a sum.
+// A double holds a product of kSamples factors up to 2^60. Where 1 + R would drop the digits of R, a sum accumulates R.
 struct NllOfGroup {
   Lanes<double> product;
   Lanes<double> small;

@@ -57,7 +57,7 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
   using Ints = typename Group::Ints;
   constexpr int64_t kVectors = Group::kVectors, kClasses = Group::kClasses;
   const Reals most = spread<Reals>(-exp_zero), shifts = spread<Reals>(shift);
-  // `skipped` is compared with the class index of the first vector, which is one less than that of the second. If the
+  // `skipped` is compared with the class index of the first vector, one less than the index of the second. If the
   // class is not in this block, `skipped` matches no class.
   const bool is_here = except >= 0 && except < classes;
   Ints skipped[kVectors];
@@ -360,7 +360,7 @@ void sums_of_long_rows(const RowLossArgs<Scalar>& args, int64_t row_begin, int64
   }
 }
 
-// The logit of the special class minus that of the target.
+// The logit of the special class minus the target's logit.
 template <typename Loss, typename Scalar>
 void read_gaps(const Scalar* logits, const RowLayout& layout, int64_t row_begin, int64_t n_rows,
                Tile<compute_t<Scalar>>& tile) {

@@ -1,4 +1,4 @@
-// Epilogue: from sums to loss and slope, a tile of rows at a time. epilogue_focal.h has that of the focal loss.
+// Epilogue: from sums to loss and slope, a tile of rows at a time. epilogue_focal.h has the epilogue of the focal loss.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Cross-entropy with the maximum mean calibration error of a batch, on the CPU. The sums of a row are those of every
-// loss. The error of the batch is
+// Cross-entropy with the maximum mean calibration error of a batch, on the CPU. The sums of a row are the same as for
+// every other loss. The error of the batch is
 //
 //   mmce^2 = sum_ij a_i a_j e^(-|r_i - r_j| / h),   a_i = (c_i - r_i) / m
 //

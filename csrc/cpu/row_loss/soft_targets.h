@@ -221,7 +221,7 @@ class SoftReader {
     std::fill_n(rows.grad_target, n, nullptr);
   }
 
-  // tile.label_share: the label's share beyond that of the other classes. tile.row_weight: the factor of the row's
+  // tile.label_share: the label's share minus the share of every other class. tile.row_weight: the factor of the row's
   // loss.
   void read_weights(int64_t n) {
     constexpr bool kOfRows = Loss::kTarget == SoftTarget::kRows;

@@ -38,8 +38,8 @@ struct SharesOfRow {
   }
 };
 
-// The sum of e^(z_j - max) over all classes but one at the maximum. Where several are at the maximum, any of them is
-// left out.
+// The sum of e^(z_j - max) over all classes but one at the maximum. If several classes are at the maximum, the sum
+// leaves out any one of them.
 template <int64_t n, typename Real>
 FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real max, const SoftTile<Real>& tile) {
   using Reals = simd_t<Real, n>;
@@ -147,7 +147,7 @@ struct SoftSumsOfRows {
       if (whole < classes) {
         const int64_t begin = classes - n;
         if constexpr (kUniform && kLabelApart<Loss>) index -= static_cast<Int>(whole - begin);
-        // Classes that were added before are left out in the same way as the likely one.
+        // The sum leaves out classes that were added before in the same way as the likely one.
         const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
         const Reals v = load_simd<Reals>(z + begin);
         sums.add(terms_of(Reals(first < done ? lanes.likely : v), begin));

@@ -20,7 +20,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// vectors per partial sum: the sum of these in the type of the logits goes into a double
+// vectors per partial sum: a double accumulates the sums of these, which have the type of the logits
 constexpr int64_t kSoftPart = 16;
 
 template <typename Real>
@@ -43,7 +43,7 @@ struct SoftTile : Tile<Real> {
   Real share_grad_factor[kTileRows];
   Real weight_grad[kTileRows];  // the part of the gradient in a share that the row's weight adds, per class weight
   Real is_zero[kTileRows];      // 1 for a row without a gradient, or 0
-  // share of the label beyond that of the other classes; backward with kLabelApart, its whole share
+  // share of the label minus the share of every other class; backward with kLabelApart, its whole share
   Real label_share[kTileRows];
   Real row_weight[kTileRows];  // factor of the row's loss
   Real first[16];              // 0, 1, 2, ...

@@ -41,10 +41,10 @@ struct alignas(64) Tile {
   label_int<Real> label[kTileRows];
   Real weight[kTileRows];
   Real gamma[kTileRows];
-  Real shift[kTileRows];               // m, the largest logit or that of the target (kSumOnly)
+  Real shift[kTileRows];               // m, the largest logit or the target's logit (kSumOnly)
   Real sum_exp_others[kTileRows];      // sum of exp(z_j - m) over every class but one
   Real squares[kTileRows];             // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
-  Real gap[kTileRows];                 // logit of the special class minus that of the target
+  Real gap[kTileRows];                 // logit of the special class minus the target's logit
   label_int<Real> special[kTileRows];  // or kNoTarget
   Real target_logit[kTileRows];        // z_y
   Real log_s[kTileRows];               // log sum_j exp(z_j - m)

@@ -33,8 +33,8 @@ FK_HOST_DEVICE AnyPower<Real> power_of_side(bool is_one, const AnyPower<Real>& z
   return {is_one ? one.exponent : zero.exponent};
 }
 
-// kShifted: the margin is at least 1e-30. Beside it the error of 1 - p near 0 (see exponential_of_minus_number) does
-// not count.
+// kShifted: the margin is at least 1e-30. Against it the error of 1 - p near 0 (see exponential_of_minus_number) is
+// negligible.
 template <bool kShifted, typename Real, typename Power>
 FK_HOST_DEVICE LossAndSlope<Real> hard_asymmetric_loss(Real x, bool is_one, Real margin, const Power& negative,
                                                        const Power& positive) {

@@ -263,7 +263,7 @@ class TileReader {
     view->targets = hard ? Targets::kHard : Targets::kSoft;
   }
 
-  // At the ones of the tile, sets the sign of the logit to -1 and the weight to that of a one; flip = false undoes it.
+  // At the ones of the tile, sets the logit's sign to -1 and the weight to a one's weight; flip = false undoes it.
   void flip_ones(bool flip) {
     if (are_flipped_ == flip) return;
     are_flipped_ = flip;

@@ -1,4 +1,4 @@
-// Elementary functions for the loops over rows: those of math/portable.h in fewer instructions, for narrower domains.
+// Elementary functions for the loops over rows: as in math/portable.h, in fewer instructions, for narrower domains.
 // The exponential also takes vectors (gnu::vector_size).
 #pragma once
 
