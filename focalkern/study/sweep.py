@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -190,7 +191,7 @@ def run_sweep(
         records[name] = record
         if kept is not None and record["error"] is None:
             content = {"format": _FORMAT, "stamp": stamp, "network": record}
-            text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+            text = json.dumps(content, allow_nan=False) + "\n"  # with an indent, Python writes it and not C
             write_atomically(kept / f"{called[name]}.json", text.encode())
         done(name, True)
 
@@ -269,6 +270,12 @@ class _Task:
         self._settings, self._words, self._folder = settings, words, folder
         if folder is not None and settings["labels"] is not None:
             self._settings = {**settings, "labels": _in_folder(folder, settings["labels"])}
+
+        self._name = uuid.uuid4().hex
+
+    def __dask_tokenize__(self) -> str:
+        """dask would pickle the settings for every task, to tell one function from another."""
+        return self._name
 
     def __call__(self, names: Sequence[str], attempt: int = 0) -> list[tuple[dict[str, Any], list[Any]]]:
         found = []

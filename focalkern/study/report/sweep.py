@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import math
+import operator
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -135,6 +136,10 @@ class Sweep:
             return math.nan
         return math.inf if figures[figure] is None else float(figures[figure])
 
+    def _values(self, figure: str) -> list[list[float]]:
+        """By network, the figure of every method."""
+        return [[self.value(network, method, figure) for method in METHODS] for network in self.networks]
+
     def ranks(self, figure: str) -> dict[str, float]:
         """The mean rank of every method over the networks, 1 for the lowest; equal ones share the mean of theirs.
 
@@ -148,12 +153,10 @@ class Sweep:
             KeyError: no such figure.
         """
         total = dict.fromkeys(METHODS, 0.0)
-        for network in self.networks:
-            values = {method: self.value(network, method, figure) for method in METHODS}
-            for method, value in values.items():
-                below = sum(other < value for other in values.values())
-                equal = sum(other == value for other in values.values())
-                total[method] += below + (equal + 1) / 2 if not math.isnan(value) else len(METHODS)
+        for values in self._values(figure):
+            for method, value in zip(METHODS, values, strict=True):
+                below = sum([other < value for other in values])
+                total[method] += below + (values.count(value) + 1) / 2 if not math.isnan(value) else len(METHODS)
         return {method: rank / max(1, len(self.networks)) for method, rank in total.items()}
 
     def wins(self, figure: str) -> dict[str, dict[str, int]]:
@@ -168,14 +171,11 @@ class Sweep:
         Raises:
             KeyError: no such figure.
         """
+        columns = list(zip(*self._values(figure), strict=True)) or [()] * len(METHODS)
+        every = dict(zip(METHODS, columns, strict=True))
         return {
-            one: {
-                other: sum(
-                    self.value(network, one, figure) < self.value(network, other, figure) for network in self.networks
-                )
-                for other in METHODS
-            }
-            for one in METHODS
+            one: {other: sum(map(operator.lt, ours, theirs)) for other, theirs in every.items()}
+            for one, ours in every.items()
         }
 
     def table(self, figure: str) -> list[list[str]]:
@@ -191,19 +191,10 @@ class Sweep:
         Raises:
             KeyError: no such figure.
         """
-        rows = [
-            [network["name"], *(_cell(self.value(network, method, figure)) for method in METHODS)]
-            for network in self.networks
-        ]
-        finite = [
-            network
-            for network in self.networks
-            if all(math.isfinite(self.value(network, method, figure)) for method in METHODS)
-        ]
-        means = [
-            sum(self.value(network, method, figure) for network in finite) / len(finite) if finite else math.nan
-            for method in METHODS
-        ]
+        every = self._values(figure)
+        rows = [[network["name"], *map(_cell, values)] for network, values in zip(self.networks, every, strict=True)]
+        finite = [values for values in every if all(map(math.isfinite, values))]
+        means = [sum(column) / len(finite) for column in zip(*finite, strict=True)] or [math.nan] * len(METHODS)
         ranks, wins = self.ranks(figure), self.wins(figure)
         everywhere = len(finite) == len(self.networks)
         rows.append(["mean" if everywhere else f"mean of the {len(finite)} that are finite", *map(_cell, means)])
@@ -288,17 +279,24 @@ class Sweep:
         try:
             import pyarrow
             from pyarrow import parquet
+            from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
         except ImportError:
             message = "Sweep.to_parquet needs pyarrow: pip install 'focalkern[tables]'"
             raise ImportError(message, name="pyarrow") from None
-        kinds = {**dict.fromkeys(_SIZES, pyarrow.int64()), **dict.fromkeys(SCORES, pyarrow.float64())}
-        rows = list(self._rows())
-        columns = {
-            name: pyarrow.array([_utf8(row[place]) for row in rows], kinds.get(name, pyarrow.string()))
-            for place, name in enumerate(_COLUMNS)
-        }
+        # pyarrow.array imports pandas where it is installed, which takes longer than the table of 500 networks.
+        numbers = {**dict.fromkeys(_SIZES, pyarrow.int64()), **dict.fromkeys(SCORES, pyarrow.float64())}
+        table = read_csv(
+            pyarrow.BufferReader(_utf8(self.to_csv()).encode()),
+            ReadOptions(use_threads=False),
+            ParseOptions(newlines_in_values=True),
+            ConvertOptions(
+                column_types={name: numbers.get(name, pyarrow.string()) for name in _COLUMNS},
+                null_values=[""],
+                strings_can_be_null=True,
+            ),
+        )
         stream = io.BytesIO()
-        parquet.write_table(pyarrow.table(columns), stream)
+        parquet.write_table(table, stream)
         return stream.getvalue()
 
     def _rows(self) -> Iterator[list[Any]]:
@@ -342,8 +340,8 @@ class Sweep:
         )
 
 
-def _utf8(cell: Any) -> Any:
-    return os.fsencode(cell).decode(errors="replace") if isinstance(cell, str) else cell
+def _utf8(text: str) -> str:
+    return os.fsencode(text).decode(errors="replace")
 
 
 def _cell(value: float) -> str:
