@@ -1,11 +1,13 @@
-"""python -m benchmarks.sweep: seconds of the client and of the processor per network of a sweep, by engine.
+"""python -m benchmarks.sweep: CPU seconds of the client, and of all processes, per network of a sweep, by engine.
 
 Writes small files, 200 rows of 3 classes each. ``client`` rows take the comparison out: every network gets the record
-of the first, so that what is left is the work of sweep itself: tables, pages, a file per network.
-``whole`` rows compute. Engines: this process, two worker processes, dask with two processes, Ray with two workers.
+of the first, so that what is left is the work of sweep itself: tables, pages, a file per network. ``whole`` rows
+compute. Engines: this process, two worker processes, dask with two processes and its scheduler in this process
+(LocalCluster) or in another one, Ray with two workers.
 
-The seconds are those of the process that calls sweep, by its own clock (CPU) and on the wall; those of the workers are
-on the wall only. Appends a CSV to benchmarks/results.
+``client_cpu_s`` is of the process that calls sweep, ``cpu_s`` of it and of all processes below it; for ``2 processes``
+that includes their start, an import of torch each. Appends a CSV to benchmarks/results. A folder in memory
+(``TMPDIR=/dev/shm``) keeps the time of the disk out of ``wall_s``.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import focalkern as fk
 from benchmarks.harness import RESULTS, commit, device_name
 from focalkern.study import sweep as implementation
 
-ENGINES = ("1 process", "2 processes", "dask", "ray")
+ENGINES = ("1 process", "2 processes", "dask", "dask scheduler elsewhere", "ray")
 
 
 def write_files(folder: Path, n: int) -> list[str]:
@@ -49,13 +51,39 @@ class Known:
     def __call__(self, names: list[str], attempt: int = 0) -> list[Any]:
         return [({**self.record, "path": name}, ["stamp"]) for name in names]
 
+    def __dask_tokenize__(self) -> str:
+        return "known"
+
+
+def cpu_of_all() -> float:
+    """CPU seconds of this process and of those below it, with those that have ended."""
+    parents, seconds = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+        seconds[int(stat.parent.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    ours, found = {os.getpid()}, 1
+    while found:
+        below = {process for process, parent in parents.items() if parent in ours} - ours
+        ours, found = ours | below, len(below)
+    return sum(seconds[process] for process in ours)
+
 
 @contextlib.contextmanager
 def executor_of(engine: str) -> Iterator[Executor | None]:
-    if engine == "dask":
-        from distributed import Client
+    if engine.startswith("dask"):
+        from distributed import Client, LocalCluster, SubprocessCluster
 
-        with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
+        cluster = (
+            LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
+            if engine == "dask"
+            else SubprocessCluster(n_workers=2, worker_kwargs={"nthreads": 1}, dashboard_address=":0")
+        )
+        with cluster, Client(cluster) as client:
+            client.wait_for_workers(2)
             yield client.get_executor()
     elif engine == "ray":
         import ray
@@ -69,8 +97,8 @@ def executor_of(engine: str) -> Iterator[Executor | None]:
         yield None
 
 
-def measure(names: list[str], engine: str, client_only: bool) -> dict[str, Any]:
-    made = implementation._Task
+def measure(names: list[str], engine: str, client_only: bool, note: str) -> dict[str, Any]:
+    made: Any = implementation._Task
     with executor_of(engine) as executor, tempfile.TemporaryDirectory() as report:
         jobs = 2 if engine == "2 processes" else 1
         if executor is not None or jobs > 1:  # the workers import torch before the clock starts
@@ -79,9 +107,9 @@ def measure(names: list[str], engine: str, client_only: bool) -> dict[str, Any]:
             known = Known(fk.sweep_one(names[0]))
             implementation._Task = lambda *_: known  # type: ignore[assignment, misc]
         try:
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall, cpu, every = time.perf_counter(), time.process_time(), cpu_of_all()
             found = fk.sweep(names, folder=report, jobs=jobs, executor=executor, progress=False)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            wall, cpu, every = time.perf_counter() - wall, time.process_time() - cpu, cpu_of_all() - every
         finally:
             implementation._Task = made  # type: ignore[misc]
     assert len(found.networks) == len(names)
@@ -91,11 +119,14 @@ def measure(names: list[str], engine: str, client_only: bool) -> dict[str, Any]:
         "networks": len(names),
         "wall_s": f"{wall:.2f}",
         "client_cpu_s": f"{cpu:.2f}",
+        "cpu_s": f"{every:.2f}",
         "client_cpu_ms_per_network": f"{1000 * cpu / len(names):.2f}",
+        "cpu_ms_per_network": f"{1000 * every / len(names):.1f}",
         "device": device_name(),
         "cores": len(os.sched_getaffinity(0)),
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
+        "note": note,
     }
 
 
@@ -105,13 +136,14 @@ def main() -> None:
     parser.add_argument("--whole", type=int, nargs="*", default=[40], help="networks of the whole rows")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--out", type=Path, default=RESULTS / f"sweep_{datetime.date.today().isoformat()}.csv")
+    parser.add_argument("--note", default="", help="about the machine")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         names = write_files(Path(folder), max([*arguments.client, *arguments.whole, 4]))
         for client_only, sizes in ((True, arguments.client), (False, arguments.whole)):
             for engine in arguments.engines:
                 for size in sizes:
-                    row = measure(names[:size], engine, client_only)
+                    row = measure(names[:size], engine, client_only, arguments.note)
                     print(row, flush=True)
                     new = not arguments.out.exists()
                     with arguments.out.open("a", newline="") as stream:
