@@ -3,7 +3,7 @@
 Writes small files, 200 rows of 3 classes each. ``client`` rows take the comparison out: every network gets the record
 of the first, so that what is left is the work of sweep itself: tables, pages, a file per network. ``whole`` rows
 compute. Engines: this process, two worker processes, dask with two processes and its scheduler in this process
-(LocalCluster) or in another one, Ray with two workers.
+(LocalCluster) or in another one or with ten networks per task, Ray with two workers.
 
 ``client_cpu_s`` is of the process that calls sweep, ``cpu_s`` of it and of all processes below it; for ``2 processes``
 that includes their start, an import of torch each. Appends a CSV to benchmarks/results. A folder in memory
@@ -28,7 +28,7 @@ import focalkern as fk
 from benchmarks.harness import RESULTS, commit, device_name
 from focalkern.study import sweep as implementation
 
-ENGINES = ("1 process", "2 processes", "dask", "dask scheduler elsewhere", "ray")
+ENGINES = ("1 process", "2 processes", "dask", "dask scheduler elsewhere", "dask batch=10", "ray")
 
 
 def write_files(folder: Path, n: int) -> list[str]:
@@ -79,7 +79,7 @@ def executor_of(engine: str) -> Iterator[Executor | None]:
 
         cluster = (
             LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
-            if engine == "dask"
+            if engine != "dask scheduler elsewhere"
             else SubprocessCluster(n_workers=2, worker_kwargs={"nthreads": 1}, dashboard_address=":0")
         )
         with cluster, Client(cluster) as client:
@@ -101,6 +101,7 @@ def measure(names: list[str], engine: str, client_only: bool, note: str) -> dict
     made: Any = implementation._Task
     with executor_of(engine) as executor, tempfile.TemporaryDirectory() as report:
         jobs = 2 if engine == "2 processes" else 1
+        batch = 10 if engine.endswith("batch=10") else 1
         if executor is not None or jobs > 1:  # the workers import torch before the clock starts
             fk.sweep(names[:4], executor=executor, jobs=jobs)
         if client_only:
@@ -108,7 +109,7 @@ def measure(names: list[str], engine: str, client_only: bool, note: str) -> dict
             implementation._Task = lambda *_: known  # type: ignore[assignment, misc]
         try:
             wall, cpu, every = time.perf_counter(), time.process_time(), cpu_of_all()
-            found = fk.sweep(names, folder=report, jobs=jobs, executor=executor, progress=False)
+            found = fk.sweep(names, folder=report, jobs=jobs, executor=executor, batch=batch, progress=False)
             wall, cpu, every = time.perf_counter() - wall, time.process_time() - cpu, cpu_of_all() - every
         finally:
             implementation._Task = made  # type: ignore[misc]

@@ -113,6 +113,19 @@ def test_dask(files, tmp_path, expected, written):
     assert found.failed == {files[BAD]: "read after 1 deaths"}
 
 
+class NoPickle:
+    def __reduce__(self):
+        raise AssertionError("pickled")
+
+
+def test_dask_names_a_task_without_its_settings():
+    """Its name for a call is a hash of what it calls: with pickled settings, each of thousands of tasks takes long."""
+    tokenize = peer("dask.tokenize").tokenize
+    one, other = (sweep_module._Task({**sweep_settings(), "labels": NoPickle()}, str, None) for _ in range(2))
+    assert tokenize(one, ["a.npz"], 0) == tokenize(one, ["a.npz"], 0)
+    assert len({tokenize(one, ["a.npz"], 0), tokenize(one, ["a.npz"], 1), tokenize(other, ["a.npz"], 0)}) == 3
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_ray(files, tmp_path, expected, written, monkeypatch):
     ray = peer("ray")

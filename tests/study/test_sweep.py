@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -255,3 +256,12 @@ def test_parquet_has_paths_that_are_no_utf8_and_infinite_figures():
     rows = parquet.read_table(io.BytesIO(fk.Sweep.from_records([record]).to_parquet())).to_pylist()
     assert (rows[0]["path"], rows[0]["classes"], rows[0]["nll"]) == ("caf\ufffd.npz", 3, 0.5)
     assert (rows[0]["ece_equal_width"], rows[0]["error"], rows[1]["nll"]) == (math.inf, None, None)
+
+
+def test_parquet_is_written_without_pandas():
+    """pyarrow imports pandas for lists, which takes longer than the rows of hundreds of networks."""
+    pytest.importorskip("pyarrow")
+    script = (
+        "import sys, focalkern as fk; fk.Sweep((), {'a': 'b'}, 'nll').to_parquet(); assert 'pandas' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
