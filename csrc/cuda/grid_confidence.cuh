@@ -38,8 +38,9 @@ struct SharedGammas {
   void add(const GammaPlan& plan, int place) {
     index[count] = place;
     gamma[count] = plan.gamma;
-    for (int i = 0; i < WideBasis::kTerms; ++i) coefficient[count][i] = static_cast<float>(plan.coefficient[i]);
-    if (plan.route == Route::kReciprocal) {
+    if (plan.route == Route::kMoments) {
+      for (int i = 0; i < WideBasis::kTerms; ++i) coefficient[count][i] = static_cast<float>(plan.coefficient[i]);
+    } else {  // the coefficients are those of a fit that was not accurate enough
       whole[reciprocals] = static_cast<float>(plan.gamma);
       for (int b = 0; b < 3; ++b) bit[reciprocals][b] = static_cast<float>((static_cast<int>(plan.gamma) - 1) >> b & 1);
       coefficient[count][WideBasis::kTerms + reciprocals++] = 1;
@@ -350,7 +351,8 @@ __global__ __launch_bounds__(
 #pragma unroll
           for (int g = 0; g < kGammasAtOnce; ++g) {
             const Real weight = quick_power(ratio_offset[g] + slope[g] * minus_log_u);
-            const Real ratio = e * quick_quotient(weight, u + gamma[g] * s);
+            // At most 1; a huge gamma multiplies the rounding errors.
+            const Real ratio = fmin(e * quick_quotient(weight, u + gamma[g] * s), Real(1));
             sum[g] += ratio;
             if (with_brier) squares[g] += ratio * ratio;
           }
@@ -384,7 +386,9 @@ __global__ __launch_bounds__(
         const Real confidence = Real(1) / (Real(1) + ratios);
         const Real log_norm = log_one_plus(ratios);  // -log p_t
         Real log_ratio = 0;
-        if (!x.correct) log_ratio = map_log_ratio_of_q(y_label, q_label, soft.log_q_offset, offset_of(g));
+        if (!x.correct) {
+          log_ratio = fmin(map_log_ratio_of_q(y_label, q_label, soft.log_q_offset, offset_of(g)), Real(0));
+        }
         if (scratch.confidence != nullptr) {
           scratch.confidence[(place.temperature * block.n_gammas + gammas.index[g]) * samples.rows + row] = confidence;
         }

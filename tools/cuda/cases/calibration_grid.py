@@ -123,7 +123,7 @@ def test_grid_takes_kept_rows_probabilities_and_many_temperatures(library):
     ],
 )
 def test_grid_of_gammas_that_share_sums(library, dtype, rows, classes, temperatures):
-    gammas = [*(i / 8 - 0.5 for i in range(11)), 2.0, 3.0, 4.0, 2.5, -0.97, 9.5]
+    gammas = [*(i / 8 - 0.5 for i in range(13)), 2.0, 3.0, 4.0, 2.5, -0.97, 9.5]
     logits = (3 * torch.randn(rows, classes)).to(dtype)
     labels = torch.where(torch.rand(rows) < 0.5, logits.argmax(1), torch.randint(classes, (rows,)))
     logits[1, classes // 2 :] = -torch.inf
