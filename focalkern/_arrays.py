@@ -57,7 +57,7 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
 
 
 def flat_rows(input: Tensor) -> Tensor:
-    """[N, C, d1, ...] to [N d1 ..., C], whose order is that of the flattened labels [N, d1, ...]; [N, C] as it is."""
+    """[N, C, d1, ...] to [N d1 ..., C], in the order of the flattened labels [N, d1, ...]; [N, C] as it is."""
     return input if input.dim() == 2 else input.movedim(1, -1).flatten(0, -2)
 
 

@@ -76,7 +76,7 @@ def _name_of_partial(path: str | os.PathLike[str]) -> Path:
         raise IsADirectoryError(f"{path} is a folder")
     if not final.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-    if final.exists() and not os.access(final, os.W_OK):  # its owner wants to keep it, though its folder lets it go
+    if final.exists() and not os.access(final, os.W_OK):  # read-only, although its folder would allow to replace it
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
     return final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
 
@@ -112,7 +112,7 @@ def _cleaned_up(path: str | os.PathLike[str], partial: Path) -> Iterator[None]:
 
 
 def _remove(partial: Path) -> None:
-    with contextlib.suppress(OSError):  # a folder that became read-only; the first error is the one to tell
+    with contextlib.suppress(OSError):  # a folder that became read-only; report the first error
         partial.unlink(missing_ok=True)
 
 

@@ -23,7 +23,7 @@ __all__ = ["BiasFloor", "bias_floor"]
 
 @dataclass(frozen=True, eq=False)
 class BiasFloor:
-    """The calibration error that a perfectly calibrated model with the same confidences scores.
+    """The calibration error of a perfectly calibrated model with the same confidences.
 
     Attributes:
         figure: its name.

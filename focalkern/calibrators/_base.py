@@ -132,7 +132,7 @@ class Calibrator(Fitted):
                 summary of the fit.
 
         Raises:
-            NotFittedError: neither ``fit`` nor ``load`` came before.
+            NotFittedError: call ``fit`` or ``load`` first.
             OSError: the file cannot be written.
 
         Example:

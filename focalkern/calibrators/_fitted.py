@@ -90,7 +90,7 @@ class Fitted(Parameters):
             array for anything else.
 
         Raises:
-            NotFittedError: neither ``fit`` nor ``load`` came before.
+            NotFittedError: call ``fit`` or ``load`` first.
             TypeError, ValueError: as ``fit``.
 
         Example:

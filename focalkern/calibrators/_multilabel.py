@@ -192,7 +192,7 @@ class MultiLabelScaling(Calibrator):
             else.
 
         Raises:
-            NotFittedError: neither ``fit`` nor ``load`` came before.
+            NotFittedError: call ``fit`` or ``load`` first.
             TypeError, ValueError: as ``fit``.
 
         Example:
@@ -312,7 +312,7 @@ class MultiLabelScaling(Calibrator):
             The module, without parameters to train.
 
         Raises:
-            NotFittedError: neither ``fit`` nor ``load`` came before.
+            NotFittedError: call ``fit`` or ``load`` first.
         """
         self._check_fitted()
         module = MultiLabelLogits(self.gammas_.tolist(), self.temperatures_.tolist(), self.input_kind, fused=fused)

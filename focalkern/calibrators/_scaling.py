@@ -116,7 +116,7 @@ class Scaling(Calibrator):
             The module, without parameters to train.
 
         Raises:
-            NotFittedError: neither ``fit`` nor ``load`` came before.
+            NotFittedError: call ``fit`` or ``load`` first.
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)

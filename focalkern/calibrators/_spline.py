@@ -132,7 +132,7 @@ class SplineScaling(FitsBatches):
             The module, without parameters to train.
 
         Raises:
-            NotFittedError: neither ``fit`` nor ``load`` came before.
+            NotFittedError: call ``fit`` or ``load`` first.
         """
         self._check_fitted()
         return self._placed(self._module(one_logit=self.one_logit_))

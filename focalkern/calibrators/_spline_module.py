@@ -141,7 +141,7 @@ class SplineLogProbs(FlooredLogProbs):
         self.slope = float(slope)
         self.weight = self.bias = None
         for name, value in (("knots", knots), ("values", values), ("weight", weight), ("bias", bias)):
-            if value is not None:  # torch.export knows no buffer of None
+            if value is not None:  # torch.export does not support a buffer of None
                 vars(self).pop(name, None)
                 self.register_buffer(name, value)
         self._shaped()

@@ -130,7 +130,7 @@ class StructuredScaling(Calibrator):
             The module, without parameters to train.
 
         Raises:
-            NotFittedError: neither ``fit`` nor ``load`` came before.
+            NotFittedError: call ``fit`` or ``load`` first.
         """
         self._check_fitted()
         return self._placed(self._module(fused, one_logit=self.one_logit_))

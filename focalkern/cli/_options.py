@@ -111,7 +111,7 @@ def _storage_options(text: str) -> dict[str, Any]:
 
 
 def locate(arguments: argparse.Namespace, *names: str) -> None:
-    """Gives the storage options to the URLs among these arguments, and puts what ``@LIST`` names in its place."""
+    """Gives the storage options to the URLs among these arguments, and replaces ``@LIST`` by the names in it."""
     for name in names:
         path = getattr(arguments, name)
         setattr(arguments, name, None if path is None else located(path, arguments.storage_options))

@@ -371,7 +371,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise InputError(f"{arguments.state}: expected different files for --state and --out, found the same")
     if arguments.report is not None:
         check_out_folder(arguments.report, "--report")
-        import matplotlib  # noqa: F401  # an extra; its absence is said by main
+        import matplotlib  # noqa: F401  # an extra; main reports its absence
     if not arguments.json:
         import tabulate  # noqa: F401
 

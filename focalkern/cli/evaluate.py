@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
-        import tabulate  # noqa: F401  # an extra; its absence is said by main
+        import tabulate  # noqa: F401  # an extra; main reports its absence
     locate(arguments, "input", "labels")
     calibrator = None if arguments.calibrator is None else load_calibrator(arguments.calibrator)
     options = {

@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from tabulate import tabulate  # an extra; its absence is said by main
+    from tabulate import tabulate  # an extra; main reports its absence
 
     if arguments.report is not None:
         check_out_folder(arguments.report, "--report")

@@ -89,7 +89,7 @@ class CalibrationGridRun:
         """Adds the samples to running sums; see the compiled module's add_to."""
         everything = self._samples
         step = max(256, _KEPT_CONFIDENCES // 4 // len(self._gammas))
-        # First all of it, then the sums: nobody who interrupts shall find half of it done.
+        # First all of it, then the sums: an interruption must not leave half of it done.
         found: list[tuple[Tensor, Tensor]] = []
         for first in range(0, everything.rows, step):
             part = everything.slice(first, first + step)
@@ -148,7 +148,7 @@ class _Samples:
         x_top = x.gather(-1, top)
         self.alone = largest == -torch.inf
         largest = torch.where(self.alone, x_top, largest)
-        # offset [rows, C]: logits beside the largest of the others; -inf for the top class and absent ones, which take
+        # offset [rows, C]: logits next to the largest of the others; -inf for the top class and absent ones, which take
         # no part in sums over the others. level: the same, finite.
         self.offset = others - largest
         self.level = torch.where(self.offset == -torch.inf, 0.0, self.offset)

@@ -120,9 +120,9 @@ def _is_pattern(name: str) -> bool:
 def files_of(path: str) -> list[str]:
     """The files that a located path stands for, in the order of their names and numbers; itself, if it is one.
 
-    A folder stands for the files in it that can be read, but a folder that is called .zarr or .parquet for itself, and
-    a pattern for what it matches, ``**`` for all folders below. An existing file is never a pattern. .npy files of
-    labels are not listed if the list has other .npy files. A name in a list that matches no file is kept.
+    A folder stands for its readable files, a folder called .zarr or .parquet for itself, and a pattern for its matches;
+    ``**`` matches all folders below. An existing file is never a pattern. .npy files of labels are not listed if the
+    list has other .npy files. A name in a list that matches no file is kept.
 
     Raises:
         InputError: a server that does not answer.

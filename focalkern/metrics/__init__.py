@@ -49,10 +49,10 @@ the results are NumPy's, too: arrays, and ``numpy.float64`` for a single figure.
 last dimension but one of ``probs`` and the last of everything else; dimensions before that are a batch of independent
 sets (bootstrap replicates, say), and results have the batch's shape. No metric is differentiable.
 
-Predictions of pixels are rows too: with ``target`` [N, d1, ...], ``probs`` are [N, C, d1, ...] and the metric is that
-of the flattened rows, to the bit, without those labelled ``ignore_index``. ``per="image"`` is the mean over the N
-images, less those without such rows. The shape of ``target`` distinguishes pixels from a batch of sets; shapes that fit
-as both are an error.
+Predictions of pixels are rows too: with ``target`` [N, d1, ...], ``probs`` are [N, C, d1, ...] and the metric equals,
+to the bit, the metric of the flattened rows without the rows labelled ``ignore_index``. ``per="image"`` is the mean
+over the N images, less those without such rows. The shape of ``target`` distinguishes pixels from a batch of sets;
+shapes that fit as both are an error.
 """
 
 from focalkern.metrics._bins import ReliabilityBins, reliability_bins

@@ -143,8 +143,8 @@ def accept_threshold(
 
     .. math:: P(\text{Bin}(n, b) \le e) = \frac{1 - \text{confidence}}{20}
 
-    20 thresholds are tried: those of equally spaced numbers of accepted rows, from the least number that could pass
-    without an error up to N. The one with the largest coverage whose bound is at most ``max_risk`` is taken. The
+    20 thresholds are tried: the thresholds of equally spaced numbers of accepted rows, from the least number that could
+    pass without an error up to N. The one with the largest coverage whose bound is at most ``max_risk`` is taken. The
     division by 20 (Bonferroni) lets the bound hold for the threshold that was chosen on the same rows: if rows are
     independent and of one distribution, the risk on new rows is above ``max_risk`` with probability at most
     1 - ``confidence``. Use rows that neither training nor calibration has seen.

@@ -14,7 +14,7 @@ __all__ = ["ALONE", "all_gather", "all_reduce", "group_of"]
 
 
 class _Alone:
-    """In the place of a group: this process has all classes, and its reductions are no-ops."""
+    """Replaces a group: this process has all classes, and its reductions are no-ops."""
 
     group_name = ""
 
@@ -26,7 +26,7 @@ ALONE = _Alone()
 
 
 def group_of(op: str, group: Any) -> Any:
-    """The group itself, that of all ranks for None.
+    """The group itself; for None the group of all ranks.
 
     Raises:
         RuntimeError: torch.distributed has none.

@@ -112,13 +112,13 @@ def _inverse(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
         if _converged(step, x, tolerance):
             break
     log_q = torch.where(is_top, F.logsigmoid(x), F.logsigmoid(others))
-    # log q_j = log p_j + bend_j + what all classes have in common; far below 1, bend vanishes with q.
+    # log q_j = log p_j + bend_j + a term that all classes share; far below 1, bend vanishes with q.
     bend = g * F.logsigmoid(-others) + torch.log1p(g * _phi(others))
     log_q_next = log_q.gather(-1, next_class)
     from_logits = (z - z.gather(-1, next_class)) + (bend - bend.gather(-1, next_class))
     ratios = torch.where(is_top | (log_q_next > _FAR_BELOW), log_q - log_q_next, from_logits)
     ratios = torch.where(absent & ~is_top, -math.inf, ratios)
-    # A row with one class left is certain, whatever gamma; gamma = 0 changes nothing.
+    # A row with one possible class is certain for every gamma; gamma = 0 changes nothing.
     certain = absent.all(-1, keepdim=True)
     log_q = torch.where(certain | (g == 0), log_p, in_order(log_q, log_p))
     ratios = torch.where(certain, log_p, torch.where(g == 0, z - z.gather(-1, next_class), ratios))
@@ -274,8 +274,8 @@ def _inverse_binary(t: Tensor, gamma: Tensor) -> Tensor:
 
 def elements_in_order(result: Tensor, given: Tensor, gamma: Tensor) -> Tensor:
     """``result``, for each gamma an increasing function of ``given``, where rounding has not kept the order, or has
-    made equals differ: the largest result of all elements of this gamma up to the last of the equals.
-    Derivatives stay those of ``result``.
+    made equals differ: the largest result of all elements of this gamma up to the last of the equals. Its
+    derivatives equal the derivatives of ``result``.
     """
     value, t, g = (x.detach().reshape(-1) for x in (result, given, gamma))
     if value.numel() < 2:

@@ -38,8 +38,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 def default_chunk_rows(rows: int, features: int, classes: int, item_size: int) -> int:
     """Rows whose logits take as much memory as the input or as half of the sum of the weight's gradient (float32 for
-    half types), whichever is more, and at most 256 MiB; the chunks are of about one size. Fewer rows would read and
-    write that sum more often than their products are worth: at 512 features and 32000 classes, 32 rows at a time take
+    half types), whichever is more, and at most 256 MiB; the chunks are of about one size. With fewer rows, reading and
+    writing that sum would cost more than the products: at 512 features and 32000 classes, 32 rows at a time take
     twice as long as 256."""
     half_of_sum = classes * features * max(4, item_size) // (2 * item_size)
     elements = min(max(rows * features, half_of_sum), _CHUNK_BYTES // item_size)
@@ -63,8 +63,8 @@ def blocks(z: Tensor) -> Iterator[slice]:
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the matrix products run: that of the input, but float32 for half-precision tensors on a
-    processor that has no instructions for them and would take ten times as long."""
+    """The dtype in which the matrix products run: the dtype of the input, but float32 for half-precision tensors on a
+    processor without instructions for them, which would take ten times as long."""
     if device.type != "cpu" or dtype not in HALVES:
         return dtype
     if not torch.backends.mkldnn.is_available():

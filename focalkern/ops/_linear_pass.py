@@ -74,7 +74,7 @@ def loss_dtype(options: Options) -> torch.dtype:
 
 
 def gradients_needed(tensors: Tensors, requires: Any, options: Options) -> Needed:
-    """Whether each gradient exists: labels, tabulated gammas and those of a detached factor have none."""
+    """Whether each gradient exists: labels, tabulated gammas and gammas of a detached factor have none."""
     gamma_is_variable = tensors[5] is None and not options.detach_modulation
     return (
         bool(requires[0]),
@@ -101,7 +101,7 @@ def loss_and_gradients(
     tensors: Tensors, options: Options, upstream: Tensor | None, needed: Needed
 ) -> tuple[Tensor, Gradients]:
     """Losses [N] per row, and the gradients of ``sum(upstream * losses)``, chunk by chunk; upstream is [N] or one
-    number. Those of weight, bias and gamma are in the dtype they were summed in; gamma's is per row."""
+    number. The gradients of weight, bias and gamma have the dtype of their sums; gamma's is per row."""
     input, linear_weight, bias, target, gamma, edges, weight = tensors
     real, soft = loss_dtype(options), target.is_floating_point()
     n_rows, classes = input.shape[0], linear_weight.shape[0]

@@ -90,8 +90,8 @@ def chunks_over_ranks(
 ) -> tuple[Tensor, Tensor, Tensor, HeadGradients, Tensor]:
     """One pass over the chunks: losses [N], the state [4, N], dL/dgamma [N], the gradients of
     ``sum(upstream * losses)``, upstream [N] being 1 by default, and, if wanted, the statistics [4, N] of
-    ``packed_stats``. With the state of an earlier pass nothing but the gradients is computed, and nothing is reduced
-    but that of the input."""
+    ``packed_stats``. With the state of an earlier pass it computes only the gradients, and reduces only the gradient of
+    the input."""
     input, linear_weight, linear_bias, target, gamma, row_weights, class_weights = tensors
     soft = target is not None or settings.label_smoothing > 0
     looks = is_plain(split.target) and is_plain(input)

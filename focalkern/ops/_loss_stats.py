@@ -21,7 +21,7 @@ class LossStats(NamedTuple):
     .. math:: \log p_y, \qquad H = -\sum_j p_j \log p_j, \qquad \hat y = \arg\max_j z_j, \qquad \log\sum_j e^{z_j}
 
     :func:`focal_loss`, :func:`linear_focal_loss` and :func:`focal_loss_vocab_parallel` have the option. Every field has
-    the shape of the unreduced loss, whatever the reduction, and no gradient. log p, entropy (both in nats) and the
+    the shape of the unreduced loss, with any reduction, and no gradient. log p, entropy (both in nats) and the
     log-sum-exp are float32, float64 for float64 logits. Rows with ``ignore_index`` are 0, False or -1. Over ranks every
     rank has the statistics of all classes; of DTensor logits they are DTensors.
 

@@ -142,7 +142,7 @@ def _cross_entropy(logits: Tensor, label: Tensor) -> Block:
 
 
 def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row, in float64: the largest logit or that of the label, log sum_j exp(z_j - that), and log(1 - p) of
+    """For each row, in float64: m, the largest logit or the label's logit; log sum_j exp(z_j - m); and log(1 - p) of
     the label."""
     if has_kernels(logits):
         block = _cross_entropy(logits, label)
@@ -163,7 +163,7 @@ def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, log_sum: Tensor, log_u: Tensor) -> Tensor:
     """scale * (p_j - [j = label]) with p_j = exp(z_j - top - log_sum), and -scale * exp(log_u) at the label; 0 where
-    scale is 0, whatever the logits are. All float64 but the logits, whose dtype the result has or exceeds."""
+    scale is 0, for all logits. All float64 but the logits, whose dtype the result has or exceeds."""
     real = compute_dtype(logits.dtype)
     if has_kernels(logits):
         numbers = (top, log_sum, log_u)

@@ -8,7 +8,7 @@ its slice of dL/dz_j = c (p_j - [j = y]):
     SUM   over ranks of exp(the rank's log-sum-exp - the largest)
 
 The statistics and the gradient of a slice come from the kernels of :func:`focal_loss` with gamma = 0; the loss of d,
-with every kind of gamma, is that of two classes with the logits (-d, 0), in float64.
+with every kind of gamma, equals the loss of two classes with the logits (-d, 0), in float64.
 """
 
 from collections.abc import Iterator
@@ -223,8 +223,8 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
 
 
 def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row, in float64: the largest logit or that of the label, the logarithm of the sum of exp(z_j - that)
-    over the classes beside the target, and the target's logit, -inf where the slice does not have it."""
+    """For each row, in float64: m, the largest logit or the label's logit; the logarithm of the sum of exp(z_j - m)
+    over the classes other than the target; and the target's logit, -inf if it is in another slice."""
     parts = [_statistics_of_block(z[block], label[block], owned[block]) for block in blocks(z)] if z.shape[1] else []
     if not parts:
         nothing = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
@@ -271,7 +271,7 @@ def row_losses(margin: Tensor, gamma: float | Tensor | GammaTable, settings: Set
 
 
 def slopes(margin: Tensor, gamma: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, dL/dd and dL/dgamma of each row; ``gamma`` [] or [n] stands for that of the settings."""
+    """Loss, dL/dd and dL/dgamma of each row; ``gamma`` [] or [n] replaces the gamma of the settings."""
     kernel = KernelSettings(-100, 0.0, settings.detach_modulation, kind=settings.kind, epsilon=settings.epsilon)
     has_gamma = gamma is not None and not settings.detach_modulation  # the derivative of a constant is 0
     return losses_of_margins(margin, settings.gamma if gamma is None else gamma, kernel, has_gamma)

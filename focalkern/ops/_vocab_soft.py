@@ -6,8 +6,9 @@ and
     dL/dz_j = s_j - p_j G,    s_j = w_j t_j dl/dlog p_j,    G = sum_i s_i
 
 Every rank sums its classes; two reductions give the softmax of all classes (MAX of the largest logit, SUM of the
-others' exponentials), a third one the loss, G and the slope in gamma. The terms l(p) are those of two classes with the
-logits (log p - log(1 - p), 0), in float64, block by block; 1 - p of the largest class comes from the sum of the others.
+others' exponentials), a third one the loss, G and the slope in gamma. Each term l(p) is the loss of two classes with
+the logits (log p - log(1 - p), 0), in float64, block by block; 1 - p of the largest class comes from the sum of the
+others.
 """
 
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def soft_losses(
     z: Tensor, split: Split, shares: Shares, gamma: Tensor | None, settings: Settings
 ) -> tuple[Tensor, SoftRows, Tensor]:
     """Losses, inputs of the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk. ``gamma`` [] or [n]
-    stands for that of the settings."""
+    replaces the gamma of the settings."""
     rows = _softmax(z, split.group)
     sums = torch.zeros(3, len(z), dtype=torch.float64, device=z.device)
     for block in blocks(z) if z.shape[1] else ():

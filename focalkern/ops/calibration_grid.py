@@ -203,7 +203,7 @@ def calibration_grid(
 
 
 def pixels_as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, C, d1, ...] and [N, d1, ...] as rows; everything else, right or wrong, as it is."""
+    """[N, C, d1, ...] and [N, d1, ...] as rows; any other value unchanged."""
     if input.dim() < 3:
         return input, target
     misfit = target_misfit("calibration_grid", input, target)

@@ -88,7 +88,7 @@ def add_calibration_sums(
         input, target: as for :func:`focalkern.calibration_grid`.
         gammas, temperatures: [Gg] and [Gt] float64 on the CPU.
         criteria: those that ``sums`` was made for.
-        sketch: whether the buckets are those of the quantile sketch, or else equally wide.
+        sketch: True for the buckets of the quantile sketch, False for equally wide buckets.
         is_probs, ignore_index: as there.
 
     Raises:

@@ -156,9 +156,9 @@ def linear_focal_loss(
         chunk_rows: rows per chunk. By default the logits of a chunk take as much memory as ``input`` or half of what
             the gradient of ``linear_weight`` is summed in, whichever is more, and at most 256 MiB.
         softcap: s > 0: caps the logits at s in magnitude.
-        process_group: the classes are split over its ranks. Each has its own rows [C_r, D] of the weight (and of
-            ``linear_bias``), those of rank r after those of rank r - 1, in any numbers, and the same of everything
-            else; ``linear_weight`` may be a DTensor that is split over dimension 0. Every rank gets the same loss, bit
+        process_group: the classes are split over its ranks. Rank r has the rows [C_r, D] of the weight (and of
+            ``linear_bias``) that follow the rows of rank r - 1, in any numbers. All other arguments are the same on all
+            ranks; ``linear_weight`` may be a DTensor that is split over dimension 0. Every rank gets the same loss, bit
             by bit. The ranks exchange 24 bytes per row (see :func:`focal_loss_vocab_parallel`), and the gradient of
             ``input``. ``chunk_rows`` must be the same on every rank; by default it depends on D alone. Class
             probabilities are the slice [..., C_r] of the rank. Differentiable once; one operator of a compiled graph.
@@ -166,20 +166,20 @@ def linear_focal_loss(
             that sums it elsewhere (sequence parallelism scatters it).
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
             2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It needs no matrix product
-            and no pass over the logits in addition to those of the loss.
+            and no pass over the logits beyond the loss itself.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. Each chunk of logits is read once more
             for it, before its gradient takes its place.
 
     Returns:
         The loss, scalar or of the leading shape of ``input``, in the dtype that ``focal_loss(F.linear(...))`` has:
-        that of ``input``, float32 for half-precision products under autocast. Products run in the dtype of ``input`` or
-        of autocast. A processor without instructions for a half type computes them in float32, with a float32 copy of
-        the weight. The gradient of a half-precision weight is summed in float32 over the chunks. Differentiable in
-        ``input``, ``linear_weight``, ``linear_bias``, ``gamma`` and class probabilities, to any order: the second
-        derivative too goes chunk by chunk. Under ``torch.compile`` it is one operator of the graph. Forward-mode
-        derivatives are an error: use ``focal_loss(F.linear(...))``. With ``return_stats=True`` a
+        the dtype of ``input``; float32 for half-precision products under autocast. Products run in the dtype of
+        ``input`` or of autocast. A processor without instructions for a half type computes them in float32, with a
+        float32 copy of the weight. The gradient of a half-precision weight is summed in float32 over the chunks.
+        Differentiable in ``input``, ``linear_weight``, ``linear_bias``, ``gamma`` and class probabilities, to any
+        order: the second derivative too goes chunk by chunk. Under ``torch.compile`` it is one operator of the graph.
+        Forward-mode derivatives are an error: use ``focal_loss(F.linear(...))``. With ``return_stats=True`` a
         :class:`LossWithStats` (loss, stats). With ``z_loss`` or ``return_stats`` the loss is computed as over ranks:
-        its terms of one row are in float64, and so are those of every class for class probabilities and smoothing; a
+        its terms of one row are in float64, and for class probabilities and smoothing also the terms of every class; a
         second derivative and torch.func hold all logits at once.
 
     Raises:

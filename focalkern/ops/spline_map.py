@@ -112,8 +112,8 @@ def spline_calibration_map(
         TypeError: dtype or kind of an argument.
         ValueError: shape, option or value of an argument; fewer than two classes; a row with NaN or +inf, without any
             class that can occur, with a negative probability or another sum. Values of rows are named with their row,
-            the index into the flattened leading dimensions; they raise where those of :func:`focal_calibration_map`
-            do, and give NaN elsewhere.
+            the index into the flattened leading dimensions; on a device where :func:`focal_calibration_map` raises for
+            them, this function raises too; otherwise they give NaN.
 
     Source: Green & Silverman, Nonparametric Regression and Generalized Linear Models, 1994, section 2.1, for the
     spline; Berta et al., AISTATS 2026 (arXiv 2511.03685), for x.

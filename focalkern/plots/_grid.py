@@ -218,11 +218,11 @@ def grid_heatmap(
 ) -> Figure:
     """The (gamma, T) table of one criterion as a map, with the best temperature of every gamma.
 
-    One row per gamma, ascending upwards, equally high whatever the distances between the gammas; the temperature axis
-    is to scale. Colour is logarithmic, because the interesting differences are near the minimum, and is clipped beyond
-    the useful range. A dot marks the best temperature of a row and its value stands at the right; the star is the best
-    cell of all. The line is :func:`fit_ridge`'s, straight in gamma and therefore bent where the rows are not to scale;
-    :func:`ridge_diagram` has it to scale. Cells that are not finite are left blank.
+    One row per gamma, ascending upwards; all rows have the same height; the temperature axis is to scale. Colour is
+    logarithmic, because the interesting differences are near the minimum, and is clipped beyond the useful range. A dot
+    marks the best temperature of a row and its value stands at the right; the star is the best cell of all. The line is
+    :func:`fit_ridge`'s, straight in gamma and therefore bent where the rows are not to scale; :func:`ridge_diagram` has
+    it to scale. Cells that are not finite are left blank.
 
     Args:
         grid: a computed grid.

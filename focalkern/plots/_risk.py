@@ -57,7 +57,7 @@ def risk_coverage(
         if not isinstance(curve, RiskCoverage):
             raise TypeError(f"{op}: curves must be of metrics.risk_coverage, got {short(curve)}")
     if accept is not None and not isinstance(accept, AcceptThreshold):
-        raise TypeError(f"{op}: accept must be of accept_threshold, got {short(accept)}")
+        raise TypeError(f"{op}: accept must be an AcceptThreshold, got {short(accept)}")
     check_title(op, title)
     figure = new_figure(width=5.2, height=3.8)
     axes = figure.subplots()

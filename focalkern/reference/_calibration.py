@@ -21,7 +21,8 @@ __all__ = [
 
 def in_order(result: Tensor, given: Tensor) -> Tensor:
     """``result`` [..., C], an increasing function of ``given``, where rounding has not kept the order, or has made
-    equals differ: the largest result of all classes up to the last of the equals. Derivatives stay those of ``result``.
+    equals differ: the largest result of all classes up to the last of the equals. Its derivatives equal the
+    derivatives of ``result``.
     """
     if torch.onnx.is_in_onnx_export():  # ONNX has no running extrema, and its exponentials round in their own way
         return result

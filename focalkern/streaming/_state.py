@@ -51,13 +51,13 @@ class CalibrationGridState:
             it and do what :func:`focalkern.calibration_grid` does: disk space for the input and 8 bytes per row, and
             in :meth:`compute` memory of 64 bytes per row and gamma. It has no effect for ``"equal_width"``, which is
             always exact.
-        spill_dir: folder of that file; that of :mod:`tempfile` by default.
+        spill_dir: folder of that file; by default the folder of :mod:`tempfile`.
 
     Raises:
         TypeError, ValueError: as :func:`focalkern.calibration_grid`, for the arguments above.
 
-    Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598), section 5. Sketches with fixed buckets that add up are
-    those of Masson, Rim & Lee, DDSketch, VLDB 2019 (arXiv 1908.10693); the spacing is this project's.
+    Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598), section 5. Mergeable sketches with fixed buckets: Masson,
+    Rim & Lee, DDSketch, VLDB 2019 (arXiv 1908.10693); the spacing is this project's.
 
     Example:
         >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0], criteria=("nll",))
@@ -100,7 +100,7 @@ class CalibrationGridState:
 
     @property
     def n_samples(self) -> int:
-        """Rows seen so far, those with ``ignore_index`` left out."""
+        """Rows seen so far, without ignored rows."""
         return self._content.n_rows
 
     @property
@@ -344,8 +344,8 @@ class CalibrationGridState:
             The state itself.
 
         Raises:
-            ValueError: not such a dictionary, of a later format, or of a state for something else. In this case the
-                state stays unchanged.
+            ValueError: no dictionary of :meth:`state_dict`, a later format, or a state with other arguments. In this
+                case the state stays unchanged.
 
         Example:
             >>> state, other = (fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0]) for _ in range(2))

@@ -24,7 +24,7 @@ _STATE_FORMAT = 2
 
 
 class Processes:
-    """The processes of a gloo group: those of torchrun, those that are given an address, or one.
+    """The processes of a gloo group: started by torchrun, connected by an address, or a single one.
 
     Every rank reads its share of the samples. Rank 0 gets all results, prints and writes. An existing group, as in a
     worker of Ray Train, is reused and stays open when this is closed.

@@ -96,7 +96,7 @@ def evaluate_rows(
         temperature 0.736
     """
     if not isinstance(given, LogitSet) and not hasattr(given, "batches"):
-        raise TypeError(f"evaluate_rows: given must be a set of read_sets or of stream_sets, got {short(given)}")
+        raise TypeError(f"evaluate_rows: given must be a set from read_sets or stream_sets, got {short(given)}")
     if calibrator is not None and not isinstance(calibrator, Calibrator):
         raise TypeError(f"evaluate_rows: calibrator must be a fitted calibrator or None, got {short(calibrator)}")
     samples = as_samples(given)

@@ -105,7 +105,7 @@ def share_rows(
         try:
             rows = checked_set(_OP, name, input_kind, "logits", input, "labels", target)
             input, target = rows.input, rows.labels
-        except InputError as error:  # said by all processes, none of which waits for another then
+        except InputError as error:  # all processes raise it, so none waits for another
             problem = error.words
     counts = torch.zeros(processes.size, 3, dtype=torch.int64)
     n_classes = input.shape[1] if input.dim() == 2 else 0

@@ -130,5 +130,5 @@ def test_the_picture():
         plots.risk_coverage(3)
     with pytest.raises(ValueError, match="curves must be 1 to 4, got 0"):
         plots.risk_coverage({})
-    with pytest.raises(TypeError, match=r"accept must be of accept_threshold, got 0\.5"):
+    with pytest.raises(TypeError, match=r"accept must be an AcceptThreshold, got 0\.5"):
         plots.risk_coverage(curve, accept=0.5)

@@ -159,7 +159,7 @@ def test_records_of_one_file_each_make_the_sweep(files):
         fk.Sweep.from_records([records[0], {**records[1], "criterion": "brier"}])
     with pytest.raises(ValueError, match=r"^from_records: records must have path, error, got "):
         fk.Sweep.from_records([{"criterion": "nll"}])
-    with pytest.raises(TypeError, match=r"^from_records: records must be dictionaries of sweep_one, got 3$"):
+    with pytest.raises(TypeError, match=r"^from_records: records must be dictionaries from sweep_one, got 3$"):
         fk.Sweep.from_records([3])
 
 

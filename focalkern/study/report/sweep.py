@@ -100,7 +100,7 @@ class Sweep:
         found: dict[str, Mapping[str, Any]] = {}
         for record in records:
             if not isinstance(record, Mapping):
-                raise TypeError(f"from_records: records must be dictionaries of sweep_one, got {short(record)}")
+                raise TypeError(f"from_records: records must be dictionaries from sweep_one, got {short(record)}")
             missing = [key for key in ("path", "error", "criterion") if key not in record]
             if missing:
                 raise ValueError(f"from_records: records must have {', '.join(missing)}, got {short(dict(record))}")

@@ -50,7 +50,7 @@ def format_table(
         legend: whether a legend of the intervals and marks follows the table.
     """
     shown = tuple(SCORES) if names is None else tuple(names)
-    from tabulate import tabulate  # an extra: not everybody who imports this package needs it
+    from tabulate import tabulate  # an extra: only some users of this package need it
 
     body = [
         [("-> " if result is chosen else "   ") + label, *cells]
