@@ -244,10 +244,11 @@ Gradients launch_backward(const Tensor& grad, const Tensor& input, const Tensor&
   return grads;
 }
 
-// The gradient of a parameter: the rows' gradients summed over the broadcast dimensions.
+// The gradient of a parameter: the rows' gradients summed over the broadcast dimensions. That of a number on the CPU
+// stays on the device of the rows; autograd moves it.
 Tensor reduce_to(const Tensor& rows, const Tensor& parameter) {
   if (parameter.numel() != 1 || !rows.device().is_cpu()) {
-    return at::sum_to(rows, parameter.sym_sizes()).to(parameter.options());
+    return at::sum_to(rows, parameter.sym_sizes()).to(parameter.scalar_type());
   }
   // Added in order: the result of torch's sum would depend on the number of threads.
   const double* values = static_cast<const double*>(rows.const_data_ptr());
@@ -259,10 +260,11 @@ Tensor reduce_to(const Tensor& rows, const Tensor& parameter) {
 
 std::tuple<Tensor, Tensor, Tensor> finish(const Gradients& grads, const Tensor& input, const Tensor& gamma,
                                           const Tensor& temperature) {
-  return {
-      grads.input.defined() ? grads.input : at::empty({0}, input.options()),
-      grads.gamma.defined() ? reduce_to(grads.gamma, gamma) : at::empty({0}, gamma.options()),
-      grads.temperature.defined() ? reduce_to(grads.temperature, temperature) : at::empty({0}, temperature.options())};
+  const auto of = [&](const Tensor& rows, const Tensor& parameter) {
+    return rows.defined() ? reduce_to(rows, parameter) : at::empty({0}, parameter.options().device(input.device()));
+  };
+  return {grads.input.defined() ? grads.input : at::empty({0}, input.options()), of(grads.gamma, gamma),
+          of(grads.temperature, temperature)};
 }
 
 void check_gradient(const Tensor& grad, const Tensor& input, int64_t kind) {

@@ -203,7 +203,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
     if (needed[1] && !target_buffer.is_same(grad_target)) grad_target.copy_(target_buffer);
   });
   if (needed[1]) grad_target = as_dtype(grad_target, target.scalar_type());
-  if (needed[2]) grad_gamma = grad_gamma.sum_to_size(gamma.sizes()).to(gamma.options());
+  if (needed[2]) grad_gamma = grad_gamma.sum_to_size(gamma.sizes()).to(gamma.scalar_type());
   return {grad_input, grad_target, grad_gamma};
 }
 

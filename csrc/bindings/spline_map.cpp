@@ -49,11 +49,12 @@ void check_arguments(const Tensor& input, const Tensor& parameters, const Tensor
   check_floating(kOp, "input", input);
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) >= 2, kOp,
                     ": input must be [..., C] with C >= 2, got shape ", input.sym_sizes());
-  const auto is_wide = [](const Tensor& tensor) {
-    return tensor.scalar_type() == at::kDouble && tensor.device().is_cpu();
+  // Those of a calibrator's module lie on the device of its input.
+  const auto is_wide = [&](const Tensor& tensor) {
+    return tensor.scalar_type() == at::kDouble && (tensor.device().is_cpu() || tensor.device() == input.device());
   };
-  TORCH_CHECK_VALUE(is_wide(parameters) && parameters.numel() == 3, kOp, ": parameters must be [3] float64, got ",
-                    parameters.sym_sizes());
+  TORCH_CHECK_VALUE(is_wide(parameters) && parameters.device().is_cpu() && parameters.numel() == 3, kOp,
+                    ": parameters must be [3] float64 on the CPU, got ", parameters.sym_sizes());
   TORCH_CHECK_VALUE(
       is_wide(knots) && knots.dim() == 1 && knots.sym_size(0) >= 2 && knots.sym_size(0) <= kSplineMaxKnots, kOp,
       ": knots must be [m] float64 with m from 2 to ", kSplineMaxKnots, ", got shape ", knots.sym_sizes());

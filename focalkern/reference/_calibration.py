@@ -32,7 +32,7 @@ def in_order(result: Tensor, given: Tensor) -> Tensor:
     goes_on = torch.nn.functional.pad(ascending[..., 1:] == ascending[..., :-1], (0, 1))
     last_equal = place.masked_fill(goes_on, given.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
     ordered = value.gather(-1, order).cummax(-1).values.gather(-1, last_equal)
-    ordered = torch.empty_like(value).scatter_(-1, order, ordered)
+    ordered = torch.zeros_like(value).scatter(-1, order, ordered)
     return torch.where(ordered == value, result, result + (ordered - value))
 
 

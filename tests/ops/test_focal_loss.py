@@ -418,7 +418,7 @@ def test_a_table_is_looked_up_in_the_kernel(device):
 
 def test_table_of_smoothed_targets_is_looked_up_at_each_class(device):
     z = torch.randn(8, 6, dtype=torch.float64, device=device) * 2
-    check_against_reference(z, torch.randint(6, (8,), device=device), fk.FLSD_53, label_smoothing=0.2)
+    check_against_reference(z, torch.randint(6, (8,), device=device), fk.FLSD_53.to(device), label_smoothing=0.2)
     check_against_reference(z, torch.rand(8, 6, dtype=torch.float64, device=device), TABLE.to(device))
 
 
