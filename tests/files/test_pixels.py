@@ -179,7 +179,7 @@ def test_sweep(folder, run):
     assert code == 0, err
     assert json.loads((folder / "report" / "sweep.json").read_text()) == found.to_dict()
     code, _, err = run("sweep", dense)
-    assert code == 2 and "found 255 in pixel [0, " in err and "say --ignore-index 255" in err
+    assert code == 2 and "found 255 in pixel [0, " in err and " --ignore-index 255" in err
 
 
 def test_compare_calibrators(folder):
