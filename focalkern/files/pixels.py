@@ -53,7 +53,7 @@ def rows_that_count(input: Tensor, labels: Tensor, ignore_index: int | None) -> 
         part = flat_rows(images)[kept.reshape(-1)]
         rows[first : first + len(part)] = part
         first += len(part)
-    return rows, labels[counts]
+    return rows, labels.reshape(-1)[counts.reshape(-1)]
 
 
 def place_of(row: int, shape: Sequence[int], first_image: int = 0) -> str:
