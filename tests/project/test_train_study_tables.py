@@ -215,7 +215,7 @@ def test_the_page_says_what_was_recorded():
         f"{temperatures['inverse-focal-3']} for",
         f"{top('cross-entropy', 1)} for those first right in epoch 1 and {top('cross-entropy', 10)} for those first "
         f"right in epoch 10, under focal 3 {top('focal-3', 1)} and {top('focal-3', 10)} (Wang",
-        f"and lower in {gain['runs_better']:g} of {gain['runs']:g} runs",
+        f"and a lower one in {gain['runs_better']:g} of {gain['runs']:g} runs",
         f"Of {len(p_values)} paired t-tests",
     ):
         assert said in pages
