@@ -113,26 +113,6 @@ __device__ __forceinline__ Position position_of(const SigmoidLossArgs<Scalar>& a
   return at;
 }
 
-template <typename Real>
-__device__ __forceinline__ Real read_share(const Operand& operand, int64_t at) {
-  switch (operand.type) {
-    case ElementType::kFloat:
-      return static_cast<Real>(static_cast<const float*>(operand.data)[at]);
-    case ElementType::kDouble:
-      return static_cast<Real>(static_cast<const double*>(operand.data)[at]);
-    case ElementType::kHalf:
-      return static_cast<Real>(load_as_compute(static_cast<const Half*>(operand.data)[at]));
-    case ElementType::kBFloat16:
-      return static_cast<Real>(load_as_compute(static_cast<const BFloat16*>(operand.data)[at]));
-    case ElementType::kUInt8:
-      return static_cast<Real>(static_cast<const uint8_t*>(operand.data)[at]);
-    case ElementType::kInt32:
-      return static_cast<Real>(static_cast<const int32_t*>(operand.data)[at]);
-    default:
-      return static_cast<Real>(static_cast<const int64_t*>(operand.data)[at]);
-  }
-}
-
 __device__ __forceinline__ int64_t read_label(const Operand& operand, int64_t at) {
   if (operand.type == ElementType::kInt64) return static_cast<const int64_t*>(operand.data)[at];
   if (operand.type == ElementType::kInt32) return static_cast<const int32_t*>(operand.data)[at];

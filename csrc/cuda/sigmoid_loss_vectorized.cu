@@ -5,8 +5,9 @@
 // A thread takes 16 bytes of logits at a time, and with them either 16 bytes of targets or the label of their row.
 // For labels of pixels ([N, C, H, W]) it takes 16 bytes of pixels and goes through several classes with the same
 // labels. A pack of hard targets (0 and 1, or labels) takes the short formulas, a pack with a soft one the general
-// ones. Nothing is saved between the passes. Elements of ignored rows, and those beyond the end, get a logit whose loss
-// and gradient are 0, so that no later step needs a selection.
+// ones. The score of a label is one soft target among hard ones: it alone takes the general formulas. Nothing is saved
+// between the passes. Elements of ignored rows, and those beyond the end, get a logit whose loss and gradient are 0, so
+// that no later step needs a selection.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
@@ -60,6 +61,10 @@ struct RowDivider {
 
 enum class Targets { kDense, kLabels, kPixelLabels };
 
+// Whether labels of the loss may have scores.
+template <typename Loss>
+constexpr bool kHasScores = std::is_same_v<Loss, QualityElement> || std::is_same_v<Loss, ScoredElement>;
+
 // The layout of labels: one per row of [rows, classes], or one per pixel of [outer, classes, pixels].
 struct Places {
   RowDivider rows;
@@ -79,6 +84,9 @@ struct Pack {
   int size;    // elements before the end
   int counts;  // number of elements that are not ignored
   bool is_hard;
+  int scored = -1;  // the element whose target is a score, if there is one; the others are hard
+  compute_t<Scalar> scored_x;
+  compute_t<Scalar> score;
 };
 
 template <typename Scalar>
@@ -104,6 +112,18 @@ struct RowLabel {
   bool counts;           // not ignored
   bool is_live;          // nor out of range
   Real otherwise;        // the substitute logit where it is ignored
+  Real score;            // the target of that class
+
+  // Sets the target of an element. `has_scores` is one for all elements.
+  template <typename Pack>
+  __device__ __forceinline__ void set_share(Pack& pack, int e, bool is_match, bool has_scores) const {
+    pack.share[e] = is_match ? score : Real(0);
+    if (!is_match || !has_scores) return;
+    pack.is_hard = pack.is_hard && pack.scored < 0;
+    pack.scored = e;
+    pack.scored_x = pack.x[e];
+    pack.score = score;
+  }
 };
 
 template <typename Scalar>
@@ -115,7 +135,12 @@ __device__ __forceinline__ RowLabel<compute_t<Scalar>> row_label(const SigmoidLo
   const int64_t label = labels[row];
   const bool counts = label != args.ignore_index;
   const bool is_live = counts && label >= 0 && label <= args.classes;  // the last is background
-  return {is_live ? static_cast<uint32_t>(label) : ~0u, counts, is_live, counts ? kNaN<Real> : kLogitWithoutLoss<Real>};
+  Real score = 1;
+  if (args.scores.data != nullptr && is_live && label < args.classes) {
+    score = score_of_match(read_share<Real>(args.scores, row));
+  }
+  return {is_live ? static_cast<uint32_t>(label) : ~0u, counts, is_live, counts ? kNaN<Real> : kLogitWithoutLoss<Real>,
+          score};
 }
 
 template <Targets targets, typename Scalar>
@@ -131,13 +156,14 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
     uint32_t row, j;
     divide(static_cast<uint32_t>(first), row, j);
     RowLabel<Real> label = row_label(args, row);
+    const bool has_scores = args.scores.data != nullptr;
     pack.is_hard = true;
     if (j + kSize <= divide.classes) {
       pack.counts = label.counts ? kSize : 0;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
         pack.x[e] = label.is_live ? load_as_compute(x.at[e]) : label.otherwise;
-        pack.share[e] = j + e == label.class_index ? Real(1) : Real(0);
+        label.set_share(pack, e, j + e == label.class_index, has_scores);
       }
     } else {
       // The vector continues into further rows, or ends with the last one.
@@ -151,7 +177,7 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
           if (exists) label = row_label(args, row);
         }
         pack.x[e] = label.is_live || !exists ? load_as_compute(x.at[e]) : label.otherwise;
-        pack.share[e] = j == label.class_index && exists ? Real(1) : Real(0);
+        label.set_share(pack, e, j == label.class_index && exists, has_scores);
         pack.counts += label.counts && exists;
         j += 1;
       }
@@ -205,10 +231,12 @@ __device__ __forceinline__ void each_pack(const SigmoidLossArgs<Scalar>& args, c
       int64_t first = (static_cast<int64_t>(outer) * classes + begin) * pixels + pack_of_pixels * kSize;
       for (int j = begin; j < end; ++j, first += pixels) {
         const auto x = bit_cast<Elements<Scalar>>(load_vector(static_cast<const Scalar*>(args.input.data) + first));
+        pack.is_hard = true;
+        pack.scored = -1;
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
           pack.x[e] = labels[e].is_live ? load_as_compute(x.at[e]) : labels[e].otherwise;
-          pack.share[e] = static_cast<uint32_t>(j) == labels[e].class_index ? Real(1) : Real(0);
+          labels[e].set_share(pack, e, static_cast<uint32_t>(j) == labels[e].class_index, args.scores.data != nullptr);
         }
         take(first, pack);
       }
@@ -229,9 +257,19 @@ __device__ __forceinline__ void each_of_kind(const Pack<Scalar>& pack, const Pla
   const auto gamma_positive = power(numbers.gamma_positive, numbers.small_positive);
   const SigmoidParameters<Real, std::decay_t<decltype(gamma)>> with{
       gamma, gamma_positive, numbers.positive, numbers.negative, margin, numbers.scored};
+  constexpr int kSize = kVectorSize<Scalar>;
+  if constexpr (kHard && kHasScores<Loss>) {
+    SigmoidTerms<Real> of_score = {};
+    if (pack.scored >= 0) of_score = Loss::template terms<false>(pack.scored_x, pack.score, with);
 #pragma unroll
-  for (int e = 0; e < kVectorSize<Scalar>; ++e) {
-    take(e, Loss::template terms<kHard>(pack.x[e], pack.share[e], with));
+    for (int e = 0; e < kSize; ++e) {
+      const bool is_scored = e == pack.scored;
+      const auto terms = Loss::template terms<true>(pack.x[e], is_scored ? Real(0) : pack.share[e], with);
+      take(e, is_scored ? of_score : terms);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) take(e, Loss::template terms<kHard>(pack.x[e], pack.share[e], with));
   }
 }
 
@@ -251,7 +289,7 @@ __device__ __forceinline__ void each_of(const Pack<Scalar>& pack, const PlainNum
 template <typename Loss, Targets targets, typename Scalar, typename Take>
 __device__ __forceinline__ void each(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
                                      compute_t<Scalar> margin, Take take) {
-  if (targets != Targets::kDense || pack.is_hard) {
+  if ((targets != Targets::kDense && !kHasScores<Loss>) || pack.is_hard) {
     each_of<Loss, true>(pack, numbers, margin, take);
   } else {
     each_of<Loss, false>(pack, numbers, margin, take);
@@ -343,13 +381,15 @@ bool labels_are_of_pixels(const SigmoidLossArgs<Scalar>& args) {
 template <typename Scalar>
 bool has_plain_arguments(const SigmoidLossArgs<Scalar>& args) {
   if (args.gamma.data != nullptr || args.second.data != nullptr || args.weight.data != nullptr) return false;
-  if (args.scores.data != nullptr) return false;
   if (!args.input.dense || !on_boundary(args.input.data)) return false;
   if (!args.target_is_labels) {
     return args.target.dense && args.target.type == kTypeOf<Scalar> && on_boundary(args.target.data);
   }
-  // One row of memory per label. Elements are counted in 32 bits.
+  // One row of memory per label, and a score for each. Elements are counted in 32 bits.
   const ElementSpace& space = args.space;
+  for (int d = 0; d < space.dims && args.scores.data != nullptr; ++d) {
+    if (args.scores.strides[d] != args.target.strides[d] && space.sizes[d] > 1) return false;
+  }
   if (args.classes <= 0 || args.class_dim < 0 || space.sizes[args.class_dim] != args.classes) return false;
   if (space.size > INT32_MAX) return false;
   return labels_are_of_pixels(args) || (space.dims == 2 && args.class_dim == 1 && args.target.strides[0] == 1);
