@@ -8,21 +8,26 @@ compute. Engines: this process, two worker processes, dask with two processes an
 ``client_cpu_s`` is of the process that calls sweep, ``cpu_s`` of it and of all processes below it; for ``2 processes``
 that includes their start, an import of torch each. Appends a CSV to benchmarks/results. A folder in memory
 (``TMPDIR=/dev/shm``) keeps the time of the disk out of ``wall_s``.
+
+``fit`` rows are the CPU time of one thread for the parts of a comparison, per network of 2,000 validation rows (and for
+``sweep_one`` 2,000 test rows) of 10 classes: the lowest of five runs.
 """
 
 import argparse
 import contextlib
 import csv
 import datetime
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import focalkern as fk
 from benchmarks.harness import RESULTS, commit, device_name
@@ -114,15 +119,19 @@ def measure(names: list[str], engine: str, client_only: bool, note: str) -> dict
         finally:
             implementation._Task = made  # type: ignore[misc]
     assert len(found.networks) == len(names)
+    return row("client" if client_only else "whole", engine, len(names), wall, cpu, every, note)
+
+
+def row(measured: str, engine: str, n: int, wall: float, cpu: float, every: float, note: str) -> dict[str, Any]:
     return {
-        "measured": "client" if client_only else "whole",
+        "measured": measured,
         "engine": engine,
-        "networks": len(names),
+        "networks": n,
         "wall_s": f"{wall:.2f}",
         "client_cpu_s": f"{cpu:.2f}",
         "cpu_s": f"{every:.2f}",
-        "client_cpu_ms_per_network": f"{1000 * cpu / len(names):.2f}",
-        "cpu_ms_per_network": f"{1000 * every / len(names):.1f}",
+        "client_cpu_ms_per_network": f"{1000 * cpu / n:.2f}",
+        "cpu_ms_per_network": f"{1000 * every / n:.1f}",
         "device": device_name(),
         "cores": len(os.sched_getaffinity(0)),
         "commit": commit(),
@@ -131,27 +140,70 @@ def measure(names: list[str], engine: str, client_only: bool, note: str) -> dict
     }
 
 
+def paper_grid(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+    """As a comparison has it: with gamma = 0, by ECE and NLL, in float64."""
+    axes: Any = ((0.0, *fk.PAPER_GAMMAS), fk.PAPER_TEMPERATURES)
+    return fk.calibration_grid(logits.double(), labels, *axes, criteria=("ece", "nll"), estimator="equal_mass")
+
+
+def measure_fits(folder: Path, note: str) -> Iterator[dict[str, Any]]:
+    torch.set_num_threads(1)
+    n, n_classes, n_networks = 2000, 10, 50
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(n_classes, (n_networks, n), generator=generator)
+    logits = torch.randn(n_networks, n, n_classes, generator=generator)
+    logits = 3 * (logits + 2.5 * torch.nn.functional.one_hot(labels, n_classes))
+    validation, test = ((logits[place], labels[place]) for place in (0, 1))
+    path = folder / "network.npz"
+    sets = {"val_logits": validation[0], "val_labels": validation[1], "test_logits": test[0], "test_labels": test[1]}
+    np.savez(path, **{name: array.numpy() for name, array in sets.items()})  # type: ignore[arg-type]
+    whole = lambda calibrator: lambda: calibrator().fit(*validation)  # noqa: E731
+    parts: dict[str, tuple[int, Callable[[], Any]]] = {
+        "fit_temperatures": (n_networks, lambda: fk.fit_temperatures(logits, labels)),
+        "TemperatureScaling": (1, whole(fk.TemperatureScaling)),
+        "FocalTemperatureScaling": (1, whole(fk.FocalTemperatureScaling)),
+        "AutoCalibrator": (1, whole(fk.AutoCalibrator)),
+        "calibration_grid": (1, lambda: paper_grid(*validation)),
+        "sweep_one": (1, lambda: fk.sweep_one(path)),
+    }
+    for name, (networks, call) in parts.items():
+        call()
+        seconds = []
+        for _ in range(5):
+            wall, cpu = time.perf_counter(), time.process_time()
+            call()
+            seconds.append((time.process_time() - cpu, time.perf_counter() - wall))
+        cpu, wall = min(seconds)
+        yield row("fit", name, networks, wall, cpu, cpu, note)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--client", type=int, nargs="*", default=[200, 1000, 5000], help="networks of the client rows")
     parser.add_argument("--whole", type=int, nargs="*", default=[40], help="networks of the whole rows")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--out", type=Path, default=RESULTS / f"sweep_{datetime.date.today().isoformat()}.csv")
+    parser.add_argument("--fits", action=argparse.BooleanOptionalAction, default=True, help="the fit rows")
     parser.add_argument("--note", default="", help="about the machine")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         names = write_files(Path(folder), max([*arguments.client, *arguments.whole, 4]))
-        for client_only, sizes in ((True, arguments.client), (False, arguments.whole)):
-            for engine in arguments.engines:
-                for size in sizes:
-                    row = measure(names[:size], engine, client_only, arguments.note)
-                    print(row, flush=True)
-                    new = not arguments.out.exists()
-                    with arguments.out.open("a", newline="") as stream:
-                        writer = csv.DictWriter(stream, row, lineterminator="\n")
-                        if new:
-                            writer.writeheader()
-                        writer.writerow(row)
+        rows: Iterator[dict[str, Any]] = (
+            measure(names[:size], engine, client_only, arguments.note)
+            for client_only, sizes in ((True, arguments.client), (False, arguments.whole))
+            for engine in arguments.engines
+            for size in sizes
+        )
+        if arguments.fits:
+            rows = itertools.chain(rows, measure_fits(Path(folder), arguments.note))
+        for found in rows:
+            print(found, flush=True)
+            new = not arguments.out.exists()
+            with arguments.out.open("a", newline="") as stream:
+                writer = csv.DictWriter(stream, found, lineterminator="\n")
+                if new:
+                    writer.writeheader()
+                writer.writerow(found)
 
 
 if __name__ == "__main__":
