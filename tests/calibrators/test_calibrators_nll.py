@@ -240,7 +240,7 @@ def test_classes_that_cannot_occur_are_left_out():
     masked = logits.clone()
     masked[torch.arange(200), (target + 1) % 5] = -math.inf
     calibrator = TemperatureScaling().fit(masked, target)
-    # A class that is as good as absent at any temperature.
+    # A class with probability 0 after rounding, at any temperature.
     near = masked.masked_fill(masked == -math.inf, -1e7)
     assert calibrator.temperature_ == pytest.approx(TemperatureScaling().fit(near, target).temperature_, rel=1e-9)
 

@@ -60,7 +60,7 @@ LONG_TAIL = torch.logspace(0, -2.5, 20)
         model(300, 2, 0.5),
         model(500, 20, 0.5),
         *(model(n_rows, 20, signal, LONG_TAIL, bias) for n_rows in (100, 1000) for signal in (1, 3) for bias in (0, 1)),
-        model(1000, 2, 0.7, torch.tensor([0.95, 0.05]), 1.0),  # says the same of nearly every row
+        model(1000, 2, 0.7, torch.tensor([0.95, 0.05]), 1.0),  # predicts one class for nearly every row
         (Z[Y < 4], Y[Y < 4]),  # classes that do not occur
         (torch.cat([Z, torch.full((1000, 3), -20.0)], 1), Y),  # and that never could
         (torch.where(torch.rand(Z.shape) < 0.3, -torch.inf, Z).scatter(1, Y[:, None], 5.0), Y),  # ruled out

@@ -34,7 +34,7 @@ def rows(network, n, generator):
     return x, labels
 
 
-# SplitPredictor announces that its temperature goes: a calibrator stands in its place.
+# SplitPredictor deprecates its temperature; a calibrator replaces it.
 @pytest.mark.filterwarnings("ignore:The 'temperature' parameter is deprecated:DeprecationWarning")
 def test_prediction_sets_of_a_calibrated_network(torchcp):
     predictor, score = torchcp

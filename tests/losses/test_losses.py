@@ -15,8 +15,8 @@ from mpmath import mpf
 import focalkern as fk
 from focalkern.reference._softmax_losses import ROW_LOSSES
 
-# One row each: ordinary; the target certain, and hopeless, by 80; saturated far beyond exp's range, both ways; the
-# target first by a hair; a tie with the target (no rival strictly below it but one); all equal; two classes.
+# One row each: ordinary; the target 80 above or below the others; saturated far beyond exp's range, both ways; the
+# target largest by a small margin; a tie with the target (no rival strictly below it but one); all equal; two classes.
 ROWS = [
     ([0.3, -1.2, 0.9, 2.0], 2),
     ([80.0, 0.0, -3.0, 1.5], 0),

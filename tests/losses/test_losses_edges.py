@@ -17,7 +17,7 @@ INFINITE_AT_ZERO = [name for name in PER_SAMPLE if name not in FINITE_AT_ZERO an
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_extreme_logits_are_finite_in_every_dtype(name, dtype, device):
-    """+-1e4, beyond exp's range by far, target certain or hopeless; and the dtype of the loss."""
+    """+-1e4, beyond exp's range by far, probability of the target 1 or 0; and the dtype of the loss."""
     input = torch.tensor([[1e4, -1e4, 0.0], [0.0, 1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype, device=device)
     input.requires_grad_()
     for target in ([0, 1, 0], [1, 2, 2]):

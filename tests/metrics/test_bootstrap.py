@@ -246,7 +246,8 @@ def test_intervals_contain_the_truth_as_often_as_they_say():
     """120 data sets of known ECE; the number of covering intervals is binomial, and three deviations are allowed."""
     generator = torch.Generator().manual_seed(7)
     n, trials, level = 800, 120, 0.9
-    # Confidence minus accuracy of each level, in both directions and far from 0. Model b says 0.05 more of every row.
+    # Confidence minus accuracy of each level, in both directions and far from 0. The confidences of model b are 0.05
+    # higher.
     gap = 0.1 * torch.tensor([-1.0, -1, -1, 1, 1, 1, 1, 1, 1], dtype=torch.float64)
     chance = LEVELS - gap
     truth = {

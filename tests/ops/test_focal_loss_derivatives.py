@@ -39,7 +39,7 @@ def test_first_and_second_derivatives(device, kind, gamma):
 
 @pytest.mark.parametrize("gamma", DERIVATIVE_GAMMAS)
 def test_second_derivatives_of_the_detached_modulation(device, gamma):
-    # The factor is a constant by decree, which finite differences cannot know: the reference can.
+    # detach_modulation makes the factor a constant. Finite differences ignore that; the reference does not.
     z = torch.randn(4, 3, dtype=torch.float64, device=device, requires_grad=True)
     target = torch.tensor([0, 1, -100, 2], device=device)
     direction = torch.randn_like(z)

@@ -306,8 +306,8 @@ def dying(rank, folder):
     z, target = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
     fk.focal_loss_vocab_parallel(z, target)
     while rank == 1:
-        time.sleep(60)  # gone, as far as the other can tell, until the test kills it
-    # Only now: finding each other may take any time.
+        time.sleep(60)  # unreachable for the other rank, until the test kills it
+    # Set the timeout only now, because the rendezvous may take any time.
     dist.distributed_c10d._set_pg_timeout(SHORT, dist.group.WORLD)
     message = error_of(lambda: fk.focal_loss_vocab_parallel(z, target))
     torch.save(message, f"{folder}/part")

@@ -56,7 +56,8 @@ def test_asymmetric_loss_at_300_digits(device, dtype, gammas):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-# Halves and doubles of 1, its neighbours, numbers with one bit, zeros of both signs; what is no share at all.
+# Halves and doubles of 1, its neighbours, numbers with one bit, zeros of both signs; negative numbers, which are no
+# shares.
 @pytest.mark.parametrize("share", [0.5, 2.0, 0.75, 1.5, "below", "above", 2.0**-14, -0.0, -1.0, -2.0, float("-inf")])
 def test_one_soft_target_among_hard_ones_is_seen(dtype, share):
     eps = torch.finfo(dtype).eps

@@ -30,7 +30,7 @@ def naming() -> set[str]:
 def test_the_files_of_a_loss_are_those_of_the_list():
     if not (ROOT / "CONTRIBUTING.md").is_file() or not (ROOT / "csrc").is_dir():
         pytest.skip("CONTRIBUTING is in the source tree only")
-    alternatives = {"focalkern/ops/softmax_losses.py", "focalkern/losses/_baselines.py"}  # of two files one is taken
+    alternatives = {"focalkern/ops/softmax_losses.py", "focalkern/losses/_baselines.py"}  # one of these changes
     # Tests of what DFT alone has, the page on other libraries that have it too, and this test.
     of_its_own = {"tests/losses/test_dft.py", "docs/howto/migrate.md", "CONTRIBUTING.md"}
     of_its_own.add("tests/project/test_contributing.py")

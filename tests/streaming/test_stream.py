@@ -106,7 +106,7 @@ def test_more_rows_than_confidences_are_kept_of(folder, run, monkeypatch, estima
     for found, expected in zip(streamed["rows"], whole["rows"], strict=True):
         assert (found["gamma"], found["temperature"]) == (expected["gamma"], expected["temperature"])
         for name, value in expected["test"].items():
-            off = 1.05 * max(said) if "equal_mass" in name else 1e-12  # of what is said in one digit
+            off = 1.05 * max(said) if "equal_mass" in name else 1e-12  # the note has one digit
             assert found["test"][name] == pytest.approx(value, abs=off)
     code, _, err = run("calibrate", *files[1], *GRID, "--bootstrap", "50")
     assert code == 2 and "test_logits-*.npy: expected --bootstrap 0, or at most" in err

@@ -63,7 +63,7 @@ def test_auto_weights_its_fits_and_its_losses():
     equal = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, 2 * torch.ones(300)).table_
     for one, other in zip(equal, plain, strict=True):
         for name in ("loss", "difference", "standard_error"):
-            # A weight of 2 is two rows, which the prior on the temperature hardly tells from one.
+            # A row of weight 2 counts as two rows; the prior on the temperature changes the result little.
             assert one[name] == pytest.approx(other[name], rel=1e-2, abs=1e-9), name
 
 
