@@ -7,7 +7,9 @@ from focalkern.fallback.calibration_map import calibration_map
 
 __all__ = ["map_nll_sums"]
 
-_BLOCK = 1 << 19  # entries
+# Entries at a time: on the CPU what stays in its caches, elsewhere what keeps the device busy.
+_BLOCK = {"cpu": 1 << 19}
+_OTHER_BLOCK = 1 << 24
 _LOGITS = 0
 _SUMS = 7
 
@@ -15,7 +17,7 @@ _SUMS = 7
 def map_nll_sums(
     input: Tensor, target: Tensor, share: Tensor, gammas: Tensor | None, betas: Tensor, is_probs: bool
 ) -> Tensor:
-    r"""[B, 7]: over the rows of each network, with beta = 1/T, the sums of share times
+    r"""[B, 7] on the CPU: over the rows of each network, with beta = 1/T, the sums of share times
 
     0 to 2. the loss -log p_y, its slope and its curvature in beta;
     3. the largest logit minus that of the target;
@@ -29,8 +31,8 @@ def map_nll_sums(
         betas: [B] float64 on the CPU; the sums of a network whose beta is NaN are 0.
         is_probs: whether ``input`` holds probabilities.
     """
-    found = torch.zeros(len(input), _SUMS, dtype=torch.float64)
-    rows = max(1, _BLOCK // input.shape[2])
+    found = torch.zeros(len(input), _SUMS, dtype=torch.float64, device=input.device)
+    rows = max(1, _BLOCK.get(input.device.type, _OTHER_BLOCK) // input.shape[2])
     for network, beta in enumerate(betas.tolist()):
         if beta != beta:
             continue
@@ -45,16 +47,16 @@ def map_nll_sums(
                 sums = _at_zero(scores, of_target, counted, beta)
             else:
                 sums = _with_gamma(scores, labels, counted, float(gammas[network]), beta)
-            found[network, 3] -= float(_product(counted, of_target))
-            found[network, [0, 1, 2, 4, 5, 6]] += torch.tensor(sums, dtype=torch.float64)
-    return found
+            gap = -_product(counted, of_target)
+            found[network] += torch.stack([*sums[:3], gap, *sums[3:]])
+    return found.cpu()  # the only wait for the device
 
 
 def _product(share: Tensor, values: Tensor) -> Tensor:
     return (share * torch.where(share == 0, 0.0, values)).sum()
 
 
-def _at_zero(scores: Tensor, of_target: Tensor, share: Tensor, beta: float) -> list[float]:
+def _at_zero(scores: Tensor, of_target: Tensor, share: Tensor, beta: float) -> list[Tensor]:
     finite = scores.masked_fill(scores == -torch.inf, 0.0)
     q = (beta * finite).exp().masked_fill(scores == -torch.inf, 0.0)
     total = q.sum(1)
@@ -62,10 +64,11 @@ def _at_zero(scores: Tensor, of_target: Tensor, share: Tensor, beta: float) -> l
     mean = (q * finite).sum(1)
     variance = (q * (finite - mean.unsqueeze(1)).square()).sum(1)
     sums = (total.log() - beta * of_target, mean - of_target, variance)
-    return [float(_product(share, one)) for one in sums] + [0.0] * 3
+    nothing = scores.new_zeros(())
+    return [*(_product(share, one) for one in sums), nothing, nothing, nothing]
 
 
-def _with_gamma(scores: Tensor, labels: Tensor, share: Tensor, gamma: float, beta: float) -> list[float]:
+def _with_gamma(scores: Tensor, labels: Tensor, share: Tensor, gamma: float, beta: float) -> list[Tensor]:
     of = [torch.tensor(value, dtype=torch.float64, device=scores.device, requires_grad=True) for value in (gamma, beta)]
     with torch.enable_grad():
         kept = share != 0
@@ -74,4 +77,4 @@ def _with_gamma(scores: Tensor, labels: Tensor, share: Tensor, gamma: float, bet
         by_gamma, by_beta = torch.autograd.grad(value, of, create_graph=True)
         twice = [torch.autograd.grad(one, of, retain_graph=True) for one in (by_gamma, by_beta)]
     found = (value, by_beta, twice[1][1], by_gamma, twice[0][1], twice[0][0])
-    return [float(one.detach()) for one in found]
+    return [one.detach() for one in found]

@@ -152,14 +152,15 @@ class Head:
         """Products of half-precision factors, added in float32."""
         assert self.grad_weight is not None
         x = self._input(rows)
+        if grad.is_cuda:  # one product that adds in float32
+            beta = 1 if rows.start else 0
+            torch.addmm(self.grad_weight, grad.t(), x, out_dtype=torch.float32, beta=beta, out=self.grad_weight)
+            return
         limit = _PIECE_BYTES.get(grad.device.type, _OTHER_PIECE_BYTES)
         step = max(1, limit // max(1, x.shape[1] * self.grad_weight.element_size()))
         for begin in range(0, grad.shape[1], step):
             piece = slice(begin, begin + step)
-            if grad.is_cuda:
-                product = torch.mm(grad[:, piece].t(), x, out_dtype=torch.float32)
-            else:
-                product = torch.mm(grad[:, piece].t(), x)
+            product = torch.mm(grad[:, piece].t(), x)
             if rows.start:
                 self.grad_weight[piece].add_(product)
             else:
