@@ -126,7 +126,7 @@ struct RowLabel {
   }
 };
 
-template <typename Scalar>
+template <bool may_score, typename Scalar>
 __device__ __forceinline__ RowLabel<compute_t<Scalar>> row_label(const SigmoidLossArgs<Scalar>& args, uint32_t row) {
   using Real = compute_t<Scalar>;
   const Labels labels = {args.target.data, args.target.type == ElementType::kInt64   ? Labels::Type::kInt64
@@ -136,14 +136,16 @@ __device__ __forceinline__ RowLabel<compute_t<Scalar>> row_label(const SigmoidLo
   const bool counts = label != args.ignore_index;
   const bool is_live = counts && label >= 0 && label <= args.classes;  // the last is background
   Real score = 1;
-  if (args.scores.data != nullptr && is_live && label < args.classes) {
-    score = score_of_match(read_share<Real>(args.scores, row));
+  if constexpr (may_score) {
+    if (args.scores.data != nullptr && is_live && label < args.classes) {
+      score = score_of_match(read_share<Real>(args.scores, row));
+    }
   }
   return {is_live ? static_cast<uint32_t>(label) : ~0u, counts, is_live, counts ? kNaN<Real> : kLogitWithoutLoss<Real>,
           score};
 }
 
-template <Targets targets, typename Scalar>
+template <Targets targets, bool may_score, typename Scalar>
 __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>& args, const RowDivider& divide,
                                                   int64_t first) {
   using Real = compute_t<Scalar>;
@@ -155,8 +157,8 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
   if constexpr (targets == Targets::kLabels) {
     uint32_t row, j;
     divide(static_cast<uint32_t>(first), row, j);
-    RowLabel<Real> label = row_label(args, row);
-    const bool has_scores = args.scores.data != nullptr;
+    RowLabel<Real> label = row_label<may_score>(args, row);
+    const bool has_scores = may_score && args.scores.data != nullptr;
     pack.is_hard = true;
     if (j + kSize <= divide.classes) {
       pack.counts = label.counts ? kSize : 0;
@@ -174,7 +176,7 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
         if (j == divide.classes) {
           j = 0;
           row += 1;
-          if (exists) label = row_label(args, row);
+          if (exists) label = row_label<may_score>(args, row);
         }
         pack.x[e] = label.is_live || !exists ? load_as_compute(x.at[e]) : label.otherwise;
         label.set_share(pack, e, j == label.class_index && exists, has_scores);
@@ -199,7 +201,7 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
 }
 
 // Calls take(first, pack) for every vector of the thread; `first` is its first element.
-template <Targets targets, typename Scalar, typename Take>
+template <Targets targets, bool may_score, typename Scalar, typename Take>
 __device__ __forceinline__ void each_pack(const SigmoidLossArgs<Scalar>& args, const Places& places, Take take) {
   using Real = compute_t<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>;
@@ -207,7 +209,7 @@ __device__ __forceinline__ void each_pack(const SigmoidLossArgs<Scalar>& args, c
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   if constexpr (targets != Targets::kPixelLabels) {
     for (int64_t first = thread * kSize; first < args.space.size; first += threads * kSize) {
-      take(first, load_pack<targets>(args, places.rows, first));
+      take(first, load_pack<targets, may_score>(args, places.rows, first));
     }
   } else {
     const uint32_t pixels = places.packs.classes * kSize;
@@ -223,7 +225,7 @@ __device__ __forceinline__ void each_pack(const SigmoidLossArgs<Scalar>& args, c
       pack.is_hard = true;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
-        labels[e] = row_label(args, outer * pixels + pack_of_pixels * kSize + e);
+        labels[e] = row_label<may_score>(args, outer * pixels + pack_of_pixels * kSize + e);
         pack.counts += labels[e].counts;
       }
       const int begin = static_cast<int>(chunk) * places.chunk_classes;
@@ -236,7 +238,8 @@ __device__ __forceinline__ void each_pack(const SigmoidLossArgs<Scalar>& args, c
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
           pack.x[e] = labels[e].is_live ? load_as_compute(x.at[e]) : labels[e].otherwise;
-          labels[e].set_share(pack, e, static_cast<uint32_t>(j) == labels[e].class_index, args.scores.data != nullptr);
+          labels[e].set_share(pack, e, static_cast<uint32_t>(j) == labels[e].class_index,
+                              may_score && args.scores.data != nullptr);
         }
         take(first, pack);
       }
@@ -307,7 +310,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_forw
   constexpr int kSize = kVectorSize<Scalar>;
   double sum = 0;
   int64_t count = 0;
-  each_pack<targets>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
+  each_pack<targets, kHasScores<Loss>>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
     Real losses[kSize];
     Real pack_sum = 0;
     each<Loss, targets>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
@@ -338,7 +341,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_back
   const Real divisor = args.divisor != nullptr ? *args.divisor : Real(1);
   // If every row is ignored, the mean is NaN and its gradient 0.
   const Real scale = divisor == Real(0) ? Real(0) : numbers.weight * (upstream / divisor);
-  each_pack<targets>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
+  each_pack<targets, kHasScores<Loss>>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
     Elements<Scalar> result;
     each<Loss, targets>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
       result.at[e] = Store<Scalar>::from_compute(terms.slope * scale);
