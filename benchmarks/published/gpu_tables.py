@@ -1,4 +1,7 @@
-"""The tables of the GPU's timings, from the newest benchmarks/results/*_gpu_*.csv, which `make gpu-check` measures."""
+"""The tables of the GPU's timings, from the newest benchmarks/results/*_gpu_*.csv, which `make gpu-check` measures.
+
+Of several runs of one day the fastest median of each provider counts: a busy host delays a step and never hastens it.
+"""
 
 import csv
 import re
@@ -25,11 +28,20 @@ OTHERS = {
 COLUMNS = ("torch", "torch, compiled", "same loss, compiled", "Liger-Kernel", "quack")
 
 
-def measured(out: Path) -> list[dict[str, str]]:
-    """The rows of the newest file that have a time."""
-    newest = max(out.glob("*_gpu_*.csv"), key=lambda path: path.stem.rsplit("_", 1)[1])
-    with newest.open(newline="") as stream:
-        return [row for row in csv.DictReader(stream) if row["median_us"] != "nan"]
+def measured(out: Path) -> dict[tuple[str, str, str], dict[str, dict[str, str]]]:
+    """The rows of the newest day that have a time: (operator, case, dtype) -> provider -> its fastest row."""
+    files = {path: path.stem.split("_gpu_")[1][:10] for path in out.glob("*_gpu_*.csv")}
+    fastest: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
+    for path in sorted(path for path, day in files.items() if day == max(files.values())):
+        with path.open(newline="") as stream:
+            for row in csv.DictReader(stream):
+                if row["median_us"] == "nan":
+                    continue
+                providers = fastest.setdefault((row["op"], row["case"], row["dtype"]), {})
+                known = providers.setdefault(row["provider"], row)
+                if float(row["median_us"]) < float(known["median_us"]):
+                    providers[row["provider"]] = row
+    return fastest
 
 
 def time_of(row: dict[str, str]) -> str:
@@ -43,33 +55,45 @@ def share_of_copy(row: dict[str, str]) -> str:
 
 def steps(out: Path = RESULTS) -> str:
     """Forward and backward together: focalkern's time, and how many times longer each other way takes."""
-    table: dict[tuple[str, str], dict[str, str]] = {}
-    for row in measured(out):
-        option, step, shape = row["case"].partition("forward+backward ")
-        if not step:
+    found = []
+    for (op, case, dtype), providers in measured(out).items():
+        option, is_step, shape = case.partition("forward+backward ")
+        if not is_step or "focalkern" not in providers:
             continue
-        name = {"linear_focal_loss": "linear_focal_loss"}.get(row["op"], option.strip(", ") or "focal_loss")
-        line = table.setdefault((f"{name}, {shape}", row["dtype"]), {})
-        if row["provider"] == "focalkern":
-            line.update(time=time_of(row), copy=share_of_copy(row))
-        elif row["provider"] in OTHERS:
-            line[OTHERS[row["provider"]]] = f"{float(row['ratio']):,.2f} x"
-    found = [
-        [name, dtype, line["time"], line["copy"], *(line.get(column, "") for column in COLUMNS)]
-        for (name, dtype), line in table.items()
-        if "time" in line
-    ]
+        own = providers["focalkern"]
+        others = {
+            OTHERS[name]: f"{float(row['median_us']) / float(own['median_us']):,.2f} x"
+            for name, row in providers.items()
+            if name in OTHERS
+        }
+        name = "linear_focal_loss" if op == "linear_focal_loss" else option.strip(", ") or "focal_loss"
+        cells = [others.get(column, "") for column in COLUMNS]
+        found.append([f"{name}, {shape}", dtype, time_of(own), share_of_copy(own), *cells])
     header = ["step", "dtype", "focalkern", "of a copy's speed", *COLUMNS]
     return tabulate(found, header, tablefmt="github", disable_numparse=True)
 
 
 def passes(out: Path = RESULTS) -> str:
-    """Forward and backward alone: the share of a copy's bytes per second."""
+    """Forward and backward alone: focalkern's time, and its share of a copy's bytes per second."""
     table: dict[tuple[str, str], dict[str, str]] = {}
-    for row in measured(out):
-        match = re.fullmatch(r"(forward|backward) (\S+)", row["case"])
-        if match and row["provider"] == "focalkern":
-            line = table.setdefault((f"{row['op']}, {match[2]}", row["dtype"]), {})
-            line[match[1]] = f"{time_of(row)}, {share_of_copy(row)}"
+    for (op, case, dtype), providers in measured(out).items():
+        match = re.fullmatch(r"(forward|backward) (\S+)", case)
+        if match and "focalkern" in providers:
+            own = providers["focalkern"]
+            line = table.setdefault((f"{op}, {match[2]}", dtype), {})
+            line[match[1]] = f"{time_of(own)}, {share_of_copy(own)}"
     found = [[name, dtype, line.get("forward", ""), line.get("backward", "")] for (name, dtype), line in table.items()]
     return tabulate(found, ["operator", "dtype", "forward", "backward"], tablefmt="github", disable_numparse=True)
+
+
+def grids_and_fits(out: Path = RESULTS) -> str:
+    """The grid of calibration error next to its loop, and fits of calibrators."""
+    found = []
+    for (op, case, _), providers in measured(out).items():
+        for name, row in providers.items():
+            if op == "calibration_grid" and name == "focalkern":
+                slower = float(providers["per-cell loop"]["median_us"]) / float(row["median_us"])
+                found.append([f"calibration_grid, {case}", time_of(row), f"per-cell loop: {slower:,.0f} x"])
+            elif op == "fit":
+                found.append([f"{name}().fit, {case}", time_of(row), ""])
+    return tabulate(found, ["call", "time", ""], tablefmt="github", disable_numparse=True)

@@ -1,7 +1,7 @@
 """python -m benchmarks.published.readme_tables: the README's tables (speed, memory, calibration), from recorded rows.
 
-Measures nothing: prints what benchmarks/results holds; and three tables more, of where focal scaling helps, of the
-loss modules and of small calls, which pages of the documentation have. --write puts them into README.md and the pages,
+Measures nothing: prints what benchmarks/results holds; and tables of where focal scaling helps, of the loss modules, of
+small calls and of a GPU, which pages of the documentation have. --write puts them into README.md and the pages,
 between marks.
 """
 
@@ -14,10 +14,12 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.harness import RESULTS, readable, recorded_rows
+from benchmarks.published import gpu_tables
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 SPEED_PAGE = ROOT / "docs" / "evidence" / "speed.md"
+GPU_PAGE = ROOT / "docs" / "evidence" / "gpu.md"
 HELPS = ROOT / "docs" / "explanation" / "when_focal_scaling_helps.md"
 
 # (computed result, operator, recorded case, its plain torch formula, the other way of computing)
@@ -179,6 +181,9 @@ TABLES = {
     "helps": (HELPS, helps),
     "modules": (SPEED_PAGE, modules),
     "calls": (SPEED_PAGE, calls),
+    "gpu steps": (GPU_PAGE, gpu_tables.steps),
+    "gpu passes": (GPU_PAGE, gpu_tables.passes),
+    "gpu grids and fits": (GPU_PAGE, gpu_tables.grids_and_fits),
 }
 
 
