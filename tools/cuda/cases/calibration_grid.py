@@ -139,6 +139,19 @@ def test_grid_of_gammas_that_share_sums(library, dtype, rows, classes, temperatu
             assert_near(confidence[t, g], probs.max(1).values, dtype)
 
 
+# A huge gamma multiplies the rounding errors of a row of ties.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [5, 100])
+def test_grid_of_a_huge_gamma_is_finite(library, dtype, classes):
+    logits = (3 * torch.randn(21, classes)).to(dtype)
+    logits[-1] = 0
+    labels = torch.randint(1, classes, (21,))
+    tables, confidence, _ = run_grid(library, logits, labels, [0.5, 1e30], [0.1, 7.0], n_bins=4,
+                                     estimator="equal_width")  # fmt: skip
+    assert all(table.isfinite().all() for table in tables.values())
+    assert ((confidence > 0) & (confidence <= 1)).all()
+
+
 # More bins than are worked on at a time, with confidences at both ends, on edges and tied.
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -355,6 +355,22 @@ def test_focal_loss_in_chunks_at_the_edges(library, dtype):
     ].isnan()
 
 
+# A thread, a warp and a block with a row; labels and class probabilities; the focal, the poly focal and the Brier loss.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [3, 40, 1000])
+@pytest.mark.parametrize("kind", [0, 1, 3])
+def test_a_row_without_upstream_gradient_has_a_zero_gradient(library, dtype, classes, kind):
+    logits = torch.randn(9, classes).to(dtype)
+    logits[4], logits[6, 0] = torch.inf, NAN
+    upstream = torch.ones(9, dtype=real_of(dtype))
+    upstream[[4, 6]] = 0
+    labels = torch.randint(classes, (9,))
+    for target in (labels, torch.rand(9, classes, dtype=real_of(dtype)).softmax(1)):
+        grad = run_focal_loss(library, logits, target, 2.0, upstream, reduction="none", kind=kind)["grad_logits"]
+        assert (grad[[4, 6]] == 0).all()
+        assert grad.isfinite().all() and (grad[5] != 0).any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_focal_loss_in_chunks_of_other_layouts(library, dtype):
     logits, chunk = long_rows(library, dtype)

@@ -189,7 +189,7 @@ def test_sigmoid_loss_of_labels(library, dtype, shape):
 
 # Rows and pixels; a score of 0, of 1, and of a row that is background or ignored.
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 5), (30, 80), (3, 4, 9)])
+@pytest.mark.parametrize("shape", [(7, 5), (30, 80), (3, 4, 9), (3, 4, 16)])
 @pytest.mark.parametrize("kind", [QUALITY, *SCORED])
 def test_sigmoid_loss_of_labels_and_scores(library, dtype, shape, kind):
     x = (torch.randn(shape) * 4).to(dtype)
