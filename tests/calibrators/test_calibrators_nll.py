@@ -105,7 +105,7 @@ def test_rows_are_looked_at_in_blocks(monkeypatch):
     logits, target = sample(103, 7)
     whole = TemperatureScaling().fit(logits, target)
     monkeypatch.setattr("focalkern.calibrators._smooth_losses.map_nll_sums_for", lambda input: fallback.map_nll_sums)
-    monkeypatch.setattr(sys.modules["focalkern.fallback.map_nll_sums"], "_BLOCK", 70)
+    monkeypatch.setattr(sys.modules["focalkern.fallback.map_nll_sums"], "_BLOCK", {"cpu": 70})
     parts = TemperatureScaling().fit(logits, target)
     assert parts.temperature_ == pytest.approx(whole.temperature_, rel=1e-12)
     assert parts.best_value_ == pytest.approx(whole.best_value_, rel=1e-12)

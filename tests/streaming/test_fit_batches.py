@@ -110,7 +110,7 @@ def test_the_automatic_choice_of_batches():
     assert found.verdict_.costs == expected.verdict_.costs  # how many predictions change
     every = fk.AutoCalibrator(candidates=["isotonic", "spline-matrix"]).fit_batches(in_batches(logits, target))
     assert "left out: isotonic, which needs all rows in memory" in every.verdict_.warnings
-    assert any("needs all rows in memory, and is not chosen" in words for words in every.verdict_.warnings)
+    assert any("needs all rows in memory, so it is not chosen" in words for words in every.verdict_.warnings)
 
 
 def test_what_is_no_batch_is_said():
