@@ -403,7 +403,7 @@ def test_numpy_arrays_are_taken_also_read_only_ones():
         (lambda p, y: metrics.expected_calibration_error(target=y), ValueError, "probs or confidence, got neither"),
         (lambda p, y: metrics.expected_calibration_error(p, y, confidence=p[:, 0]), ValueError, "got both"),
         (lambda p, y: metrics.expected_calibration_error(p, y, correct=y), ValueError, "got both"),
-        (lambda p, y: metrics.expected_calibration_error(confidence=p[:, 0], target=y), ValueError, "goes with corre"),
+        (lambda p, y: metrics.expected_calibration_error(confidence=p[:, 0], target=y), ValueError, "needs correct"),
         (lambda p, y: metrics.expected_calibration_error(p, y, estimator="adaptive"), ValueError, "'adaptive'"),
         (lambda p, y: metrics.expected_calibration_error(p, y, n_bins=0), ValueError, "at least 1, got 0"),
         (lambda p, y: metrics.expected_calibration_error(p, y, n_bins=1.5), TypeError, "must be an int, got 1.5"),

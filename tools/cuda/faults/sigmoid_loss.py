@@ -95,8 +95,8 @@ FAULTS = [
     Fault(
         "a label is read beyond the last row",
         "sigmoid_loss_vectorized.cu",
-        "if (exists) label = row_label(args, row);",
-        "label = row_label(args, row);",
+        "if (exists) label = row_label<may_score>(args, row);",
+        "label = row_label<may_score>(args, row);",
     ),
     Fault(
         "a pack has the label of its first row",
