@@ -142,8 +142,8 @@ class Workshop:
         shutil.copytree(CUDA.parent, self.csrc)
         for kernel in self.build.kernels(self.csrc):
             # The other types differ in no barrier, tail or stride.
-            lines = kernel.read_text().splitlines(keepends=True)
-            kernel.write_text("".join(x for x in lines if not re.match(r"FK_INSTANTIATE\((Half|BFloat16|double)\)", x)))
+            others_than_float = r"FK_INSTANTIATE\((Formula, )?(Half|BFloat16|double)\)"
+            kernel.write_text(re.sub(others_than_float, "", kernel.read_text()))
         common = self.csrc / "cuda/common.cuh"  # which all of them include first
         common.write_text(common.read_text().replace("namespace focalkern", PLAIN + "namespace focalkern", 1))
         if self.is_new:

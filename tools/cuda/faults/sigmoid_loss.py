@@ -165,9 +165,15 @@ FAULTS = [
         "if (false && label",
     ),
     Fault(
-        "plain kernels take labels with scores",
+        "the first of two scores in a pack counts as hard",
         "sigmoid_loss_vectorized.cu",
-        "if (args.scores.data != nullptr) return false;",
+        "    pack.is_hard = pack.is_hard && pack.scored < 0;\n",
+        "",
+    ),
+    Fault(
+        "the score of a label is 1",
+        "sigmoid_loss_vectorized.cu",
+        "      score = score_of_match(read_share<Real>(args.scores, row));\n",
         "",
     ),
     Fault(
