@@ -309,13 +309,11 @@ def test_the_temperature_is_scikit_learns():
     assert ours.predict_proba(z) == pytest.approx(theirs.predict_proba(z), abs=1e-6)
 
 
+@pytest.mark.kernels  # plain torch converts blocks larger than these rows
 @pytest.mark.parametrize("criterion", ["nll", "brier"])
 def test_a_fit_makes_no_copy_of_its_rows_in_float64(criterion):
     """Memory beyond the input: blocks, and numbers per row. ``benchmarks.speed.fit_memory`` measures the process."""
     from torch.utils._python_dispatch import TorchDispatchMode
-
-    if fk.build_info()["kernels"] == "plain torch":
-        pytest.skip("plain torch converts the rows at once")
 
     class Largest(TorchDispatchMode):
         bytes = 0
