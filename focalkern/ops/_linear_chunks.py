@@ -23,8 +23,8 @@ _CHUNK_BYTES = 256 * 2**20
 # Bytes of one block of logits: on the CPU it stays in the second-level cache, elsewhere it bounds the extra memory.
 _BLOCK_BYTES = {"cpu": 2 * 2**20}
 _OTHER_BLOCK_BYTES = 32 * 2**20
-# A half-precision weight's gradient is formed in pieces of this size (in float32) before it is added in float32: what
-# stays in the cache on the CPU, what keeps every multiprocessor busy elsewhere.
+# Except on CUDA, a half-precision weight's gradient is formed in pieces of this size (in float32) before it is added in
+# float32. On the CPU a piece stays in the cache; on other devices it is large enough to keep them busy.
 _PIECE_BYTES = {"cpu": 4 * 2**20}
 _OTHER_PIECE_BYTES = 16 * 2**20
 # float16 has no digits left for the probabilities of a large vocabulary: gradients of logits are kept at this scale.
