@@ -24,6 +24,7 @@ _METHODS = {
 }
 
 _LINES, _COLUMNS = 3, 100
+_NORMAL_95 = 1.96  # half of a normal distribution's 95 % interval, in standard errors
 _SPACE = "\u00a0"
 
 # With fewer rows, 5 to 15 of 100 networks have a higher loss than temperature scaling by more than two standard errors.
@@ -38,7 +39,8 @@ class Verdict:
 
     Attributes:
         use: the recommended calibrator with its parameters, and its effect on the metrics.
-        because: the evidence of the cross-validation.
+        because: the evidence of the cross-validation; ``+-`` is half the 95 % interval, 1.96 standard errors of the
+            paired difference.
         costs: the cost of the choice, or gain and cost of another choice; empty if neither applies.
         warnings: reasons to check the choice before it is used, a sentence each.
         optimistic: whether the test set is the validation set; ``str()`` then begins with "Optimistic".
@@ -142,7 +144,7 @@ def describe_predictions(changed: int, rows: int) -> str:
     """One sentence on the rows whose predicted class changes."""
     if changed == 0:
         return "No predicted class changes."
-    return f"Predictions change in {changed:,} of {rows:,} rows; keep_predictions=True prevents it."
+    return f"Predictions change in {changed:,} of {rows:,} rows, in none with keep_predictions."
 
 
 def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
@@ -183,11 +185,12 @@ def sentence(text: str) -> str:
 
 
 def _with_error(value: float, error: float) -> str:
-    """With its standard error, and as many digits as that justifies."""
-    if not 0 < error < math.inf:
+    """With half of its 95 % interval, and as many digits as that justifies."""
+    half = _NORMAL_95 * error
+    if not 0 < half < math.inf:
         return f"{value:.2g}"
-    digits = max(2, -math.floor(math.log10(error)))
-    return f"{value:.{digits}f} +-{error:.{digits}f}"
+    digits = max(2, -math.floor(math.log10(half / 2)))  # a half of 0.015 has two figures, one of 0.02 one
+    return f"{value:.{digits}f} +-{half:.{digits}f}"
 
 
 def _name(entry: CandidateScore) -> str:
