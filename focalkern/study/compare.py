@@ -187,6 +187,7 @@ def run_study(
     resamples: int | None = None,
     seed: int = 0,
     accept_risk: float | None = None,
+    whole_grid: bool = True,
 ) -> Study:
     """Fit and choose calibrators on ``validation``, and score them on ``test``.
 
@@ -212,6 +213,8 @@ def run_study(
         resamples: number of resamples of the bootstrap on ``test``; 0 for none, :func:`default_resamples` when None.
         seed: random seed of the folds and of the resamples.
         accept_risk: the largest error rate of accepted rows; None for no threshold.
+        whole_grid: False if nobody reads ``Study.grid``: of samples in memory ``method="auto"`` then computes only the
+            cells of the grid that may have the lowest ECE.
     """
     same = test is validation
     validation = as_samples(validation)
@@ -235,6 +238,7 @@ def run_study(
         criterion=proper,
         folds=min(folds, len(validation)) if auto else 0,
         seed=seed,
+        lowest_of=((0.0,), tuple(gammas)) if auto and not whole_grid else (),
     )
     grid = searched.grid
     cross_validation = None

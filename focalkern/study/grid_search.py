@@ -27,6 +27,11 @@ _REFINED_BUCKETS = 1 << 16
 # The lowest of those get exact scores.
 _MEASURED_CELLS = 4
 
+# A float32 confidence 1 / (1 + R) is off by R / (1 + R)^2 times the error of log R, which is a few units of rounding
+# (6e-8) times (1 + gamma) (1 + |log R|): with the paper's gammas less than 1e-5. The margin is ten times that.
+_FLOAT32_MARGIN = 1e-4
+_FIRST_CELLS = 8  # the kernel computes as many temperatures at once
+
 
 @dataclass(frozen=True)
 class GridSearch:
@@ -63,6 +68,7 @@ def search_grid(
     criterion: Proper = "nll",
     folds: int = 0,
     seed: int = 0,
+    lowest_of: Sequence[Sequence[float]] = (),
 ) -> GridSearch:
     """The scores of every (gamma, T) on the samples.
 
@@ -73,6 +79,8 @@ def search_grid(
         criterion: ``"nll"``, or ``"brier"`` for a table of Brier scores too.
         folds, seed: as in :func:`cross_validate_samples`. For samples in files the same pass sums the criterion of each
             fold.
+        lowest_of: sets of gammas. If given, only the cells with the lowest ECE of each set are needed: of samples in
+            memory the grid then has the ECE alone, which is infinite in cells that are higher than those.
     """
     criteria: tuple[Any, ...] = ("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion)
     if isinstance(samples, StreamedSamples):
@@ -80,20 +88,58 @@ def search_grid(
     assert samples.memory is not None
     # In float64 for every dtype: a float32 confidence on the other side of an edge changes an ECE, and with it the
     # choice between nearly equal cells.
-    grid = calibration_grid(
-        samples.memory.input.to(torch.float64),
-        samples.memory.labels,
-        gammas,
-        temperatures,
-        n_bins=n_bins,
-        criteria=criteria,
-        estimator=estimator,
-        input_kind=samples.kind,
-    )
+    options: Any = {"n_bins": n_bins, "estimator": estimator, "input_kind": samples.kind}
+    of_rows = samples.memory.input.to(torch.float64), samples.memory.labels
+    if lowest_of and estimator != "equal_mass_interp":  # which leaves a sample out of the bins
+        grid = _lowest_eces(*of_rows, gammas, temperatures, lowest_of, **options)
+    else:
+        grid = calibration_grid(*of_rows, gammas, temperatures, criteria=criteria, **options)
     shape = len(grid.gammas), len(grid.temperatures)
     no_bounds, no_totals = torch.zeros(shape, dtype=torch.float64), torch.zeros(0, *shape, dtype=torch.float64)
     folds_of_rows = functools.partial(fold_of, rows=len(samples), folds=folds, seed=seed)
     return GridSearch(grid, no_bounds, no_totals, folds_of_rows)
+
+
+def _lowest_eces(
+    input: Tensor,
+    labels: Tensor,
+    gammas: Sequence[float],
+    temperatures: Sequence[float],
+    lowest_of: Sequence[Sequence[float]],
+    **options: Any,
+) -> CalibrationGrid:
+    r"""ECEs in float64 of the cells that may have the lowest ECE of a set of gammas; infinity in the other cells.
+
+    The bins of an ECE partition the samples, so that
+
+    .. math:: \sum_B \frac{|B|}{N} |\text{acc}(B) - \text{conf}(B)| \ge |\text{acc} - \text{conf}|.
+
+    The right side is the ECE of one bin. It needs no bins and is computed in float32; a cell in which it exceeds the
+    lowest ECE so far by more than the error of float32 cannot have the lowest ECE.
+    """
+    # Differences to the largest logit, because float32 would round large logits.
+    narrow = input - input.amax(1, keepdim=True) if options["input_kind"] == "logits" else input
+    one_bin = {**options, "n_bins": 1, "estimator": "equal_width"}
+    coarse = calibration_grid(narrow.to(torch.float32), labels, gammas, temperatures, criteria=("ece",), **one_bin)
+    bound = coarse.tables["ece"] - _FLOAT32_MARGIN
+    ece = torch.full_like(bound, torch.inf)
+
+    def compute(i: int, wanted: Tensor) -> None:
+        if bool(wanted.any()):
+            found = calibration_grid(
+                input, labels, coarse.gammas[i : i + 1], coarse.temperatures[wanted], criteria=("ece",), **options
+            )
+            ece[i, wanted] = found.tables["ece"][0]
+
+    known = list(gammas)
+    for one in lowest_of:
+        rows = sorted({known.index(gamma) for gamma in one}, key=lambda i: float(bound[i].min()))
+        promising = torch.zeros(len(temperatures), dtype=torch.bool)
+        promising[bound[rows[0]].argsort()[:_FIRST_CELLS]] = True
+        compute(rows[0], promising & ece[rows[0]].isinf())
+        for i in rows:
+            compute(i, (bound[i] <= ece[rows].min()) & ece[i].isinf())
+    return CalibrationGrid(coarse.gammas, coarse.temperatures, {"ece": ece}, options["n_bins"], options["estimator"])
 
 
 def scalings_of_grid(
