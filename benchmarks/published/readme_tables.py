@@ -70,6 +70,7 @@ MEMORY = (
         "4500 cells 50000x1000",
         "per-cell loop",
     ),
+    ("`MMCELoss`, 8192 rows of 20 classes", "losses", "MMCE 8192x20", "published algorithm"),
 )
 CALIBRATORS = {
     "none": "none",
