@@ -1,0 +1,169 @@
+"""A split vocabulary in one process: errors, one rank, compiled graphs."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import assert_close
+from vocab_cases import TABLE, gradients
+
+import focalkern as fk
+from focalkern.ops._row_kernels import slice_gradient
+
+pytestmark = [
+    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    store = tmp_path_factory.mktemp("alone") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match=r"focal_loss_vocab_parallel: torch.distributed has no process group"):
+        fk.focal_loss_vocab_parallel(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_one_rank(alone, scale):
+    z = (torch.randn(7, 40) * scale).requires_grad_()
+    target = torch.randint(40, (7,))
+    found = fk.focal_loss_vocab_parallel(z, target, 1.5, reduction="none")
+    expected = fk.focal_loss(z, target, 1.5, reduction="none")
+    assert_close(found, expected)
+    assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("gamma", [2.0, 0.0, -1.0])
+def test_a_target_beside_which_nothing_is_left(alone, dtype, gamma):
+    z = torch.tensor([[900.0, 0.0, -5.0], [0.0, 900.0, 3.0]], dtype=dtype).requires_grad_()
+    found = fk.focal_loss_vocab_parallel(z, torch.tensor([0, 0]), gamma, reduction="none")
+    expected = fk.focal_loss(z, torch.tensor([0, 0]), gamma, reduction="none")
+    assert_close(found, expected)
+    assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
+    one_class = torch.ones(2, 1, dtype=dtype)
+    assert fk.focal_loss_vocab_parallel(one_class, torch.tensor([0, 0]), gamma).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logits": 1}, TypeError, "logits must be a tensor, got int"),
+        ({"logits": torch.zeros(4, 3, dtype=torch.long)}, TypeError, "logits must be float16"),
+        ({"logits": torch.zeros(())}, ValueError, r"logits must be \[C_r\]"),
+        ({"target": torch.zeros(4, 2)}, ValueError, r"target must be \[4, 3\], got \[4, 2\]"),
+        ({"target": torch.zeros(4, 3), "ignore_index": 0}, ValueError, "ignore_index must be negative"),
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
+        ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing must be a number, got Tensor"),
+        ({"modulation": True}, ValueError, "modulation must be one of confidence, got True"),
+        ({"weight": torch.ones(2)}, ValueError, r"weight must be \[C\], with the classes of all ranks, got \[2\]"),
+        ({"target": torch.zeros(4, dtype=torch.bool)}, TypeError, "target must be int64"),
+        ({"target": torch.zeros(3, dtype=torch.long)}, ValueError, r"target must be \[4\], got \[3\]"),
+        ({"reduction": "max"}, ValueError, "reduction must be"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index must be an int"),
+        ({"detach_modulation": 1}, TypeError, "detach_modulation must be a bool"),
+        ({"gamma": torch.zeros(3)}, ValueError, r"gamma must be broadcastable to the unreduced loss \[4\]"),
+    ],
+)
+def test_errors_name_the_argument(alone, change, error, message):
+    good = {"logits": torch.zeros(4, 3), "target": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(error, match=f"focal_loss_vocab_parallel: {message}"):
+        fk.focal_loss_vocab_parallel(**{**good, **change})
+
+
+COMPILED = {
+    "number": {"gamma": 2.0},
+    "tensor": {"gamma": torch.tensor(1.5)},
+    "table": {"gamma": TABLE},
+    "weights": {"weight": torch.linspace(0, 2, 40), "reduction": "none"},
+    "confidence": {"gamma": 1.0, "modulation": "confidence", "reduction": "sum"},
+}
+
+
+# Dynamo reads .grad of the inputs and outputs of the graphs.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_into_one_graph(alone, name):
+    options = COMPILED[name]
+    z, target = torch.randn(7, 40, requires_grad=True), torch.randint(40, (7,))
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda z: fk.focal_loss_vocab_parallel(z * 2, target, **options) + 1, fullgraph=True, backend="aot_eager"
+    )
+    found, expected = compiled(z), fk.focal_loss(z * 2, target, **options) + 1
+    assert_close(found, expected)
+    assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
+
+
+HEADS = {
+    **COMPILED,
+    "number, none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1, "weight": torch.linspace(0, 2, 40)},
+    "probabilities": {"soft": True, "gamma": torch.tensor(1.5, requires_grad=True)},
+    "capped": {"softcap": 2.0, "chunk_rows": 3},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_compiles_into_one_graph(alone, name):
+    options = dict(HEADS[name])
+    x, w, b = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((7, 6), (40, 6), (40,)))
+    soft = options.pop("soft", False)
+    target = torch.rand(7, 40, requires_grad=True) if soft else torch.randint(40, (7,))
+    leaves = [x, w, b, *(t for t in (target, options.get("gamma")) if isinstance(t, torch.Tensor) and t.requires_grad)]
+
+    def loss(x, w, b, **group):
+        return fk.linear_focal_loss(x * 2, w, target, linear_bias=b, **options, **group) + 1
+
+    torch._dynamo.reset()
+    found = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w, b, process_group=alone)
+    expected = loss(x, w, b)
+    assert_close(found, expected)
+    for gradient, wanted in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
+        assert_close(gradient, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_graph_ends_at_smoothing(alone):
+    z, target = torch.randn(7, 40, requires_grad=True), torch.randint(40, (7,))
+    torch._dynamo.reset()
+    options = {"label_smoothing": 0.1}
+    compiled = torch.compile(lambda z: fk.focal_loss_vocab_parallel(z * 2, target, **options) + 1, backend="eager")
+    found, expected = compiled(z), fk.focal_loss(z * 2, target, **options) + 1
+    assert_close(found, expected)
+    assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
+
+
+def test_what_does_not_go_with_ranks(alone):
+    x, w, target = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ValueError, match="a K-dimensional head does not go with process_group"):
+        fk.linear_focal_loss(x, w.unsqueeze(1), target, process_group=alone)
+    with pytest.raises(ValueError, match=r"target must be \[4, 5\], got \[4, 6\]"):
+        fk.linear_focal_loss(x, w, torch.zeros(4, 6), process_group=alone)
+    with pytest.raises(NotImplementedError, match=r"torch.func does not transform"):
+        torch.func.grad(lambda x: fk.linear_focal_loss(x, w, target, process_group=alone))(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slope_of_a_slice_far_below_the_others(dtype):
+    """The label's p is e^-d, its u 1, for sums of exponentials that do not fit into a float32."""
+    for distance in (0.7, 50.0, 70.0, 100.0, 900.0, math.inf):
+        logits = torch.randn(20, 50, dtype=dtype)
+        label = torch.arange(20)
+        top = logits.amax(1).double()
+        log_sum = torch.full((20,), distance, dtype=torch.float64) + torch.logsumexp(logits.double() - top[:, None], 1)
+        p = (logits.double() - (top + log_sum)[:, None]).exp()
+        log_u = torch.log1p(-p[range(20), label])
+        expected = 2 * p
+        expected[range(20), label] = -2 * log_u.exp()
+        found = slice_gradient(torch.full((20,), 2.0, dtype=torch.float64), logits, label, top, log_sum, log_u)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-11, atol=1e-30)
