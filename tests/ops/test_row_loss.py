@@ -3,58 +3,22 @@ in plain torch.
 Their definitions at 300 digits and their options are in test_losses.py.
 """
 
-import functools
 import math
 
 import oracle
 import pytest
 import torch
-from conftest import TOLERANCE, assert_close
+from conftest import assert_close
 from mpmath import mpf
+from row_loss_cases import LOSSES, SPECS, near
 
 import focalkern as fk
 from focalkern import reference
-from focalkern.reference._softmax_losses import ROW_LOSSES, number_of
+from focalkern.reference._softmax_losses import number_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 COMPILED = fk.build_info()["kernels"] == "compiled"
 TABLE = fk.GammaTable([0.0, 0.1, 0.5, 1.0], [4.0, 0.0, 2.5])
-
-
-SPECS = {spec.short: spec for spec in ROW_LOSSES.values() if not spec.of_batch}
-
-
-def module_of(name):
-    spec = SPECS[name]
-    return functools.partial(getattr(fk, spec.module), **spec.example)
-
-
-def both(spec):
-    """The loss with the arguments of its example, and its definition."""
-    given = {"gamma": 0.0, "epsilon": 0.0, **spec.example}
-    return (
-        lambda z, t, **options: module_of(spec.short)(**options)(z, t),
-        lambda z, t, **options: spec.loss(z, t, **given, **options),
-    )
-
-
-LOSSES = {name: both(spec) for name, spec in SPECS.items()}
-SOFT = [name for name, spec in SPECS.items() if spec.soft_target]
-
-
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
-def near(actual, expected, factor):
-    """assert_close with so many times its tolerance: losses whose terms, or upstream gradients, are larger than one."""
-    rtol, atol = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(
-        actual.detach().double(), expected.detach().double(), rtol=factor * rtol, atol=factor * atol, equal_nan=True
-    )
 
 
 def check(name, z, target, **options):
@@ -184,40 +148,6 @@ def test_options_beside_the_reference(name, smoothing):
             check(name, z, torch.randn(50, 12).softmax(1), weight=weight, label_smoothing=smoothing)
 
 
-@pytest.mark.parametrize("name", SOFT)
-def test_derivative_of_class_probabilities(name):
-    loss, defined = LOSSES[name]
-    z, weight = torch.randn(6, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
-    target = torch.randn(6, 5, dtype=torch.float64).softmax(1).requires_grad_()
-    options = {"weight": weight, "label_smoothing": 0.1, "reduction": "none"}
-    upstream = torch.randn(6, dtype=torch.float64)
-    (found,) = torch.autograd.grad(loss(z, target, **options), target, upstream)
-    (expected,) = torch.autograd.grad(defined(z, target, **options), target, upstream)
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_first_and_second_derivatives(name):
-    loss, _ = LOSSES[name]
-    z = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    target = torch.tensor([0, 4, 2, 2])
-    for options in ({}, {"label_smoothing": 0.1}, {"reduction": "none", "ignore_index": 4}):
-        assert torch.autograd.gradcheck(lambda z, options=options: loss(z, target, **options), z)
-        assert torch.autograd.gradgradcheck(lambda z, options=options: loss(z, target, **options), z)
-    if SPECS[name].soft_target:
-        soft = torch.randn(4, 5, dtype=torch.float64).softmax(1).requires_grad_()
-        assert torch.autograd.gradcheck(loss, (z, soft))
-        assert torch.autograd.gradgradcheck(loss, (z, soft))
-
-
-def test_derivatives_in_gamma_of_the_poly_focal_loss():
-    z = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    target = torch.tensor([0, 4, 2, 2])
-    gamma = torch.tensor([0.5, 1.0, 2.0, 3.5], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda z, gamma: fk.poly_focal_loss(z, target, gamma, 1.5), (z, gamma))
-    assert torch.autograd.gradgradcheck(lambda z, gamma: fk.poly_focal_loss(z, target, gamma, 1.5), (z, gamma))
-
-
 def test_forms_of_gamma_of_the_poly_focal_loss():
     z, target = 2 * torch.randn(40, 6), torch.randint(6, (40,))
     for gamma in (0.0, 1.0, torch.tensor(1.5), 3 * torch.rand(40), TABLE):
@@ -299,35 +229,6 @@ def test_infinite_and_ignored_logits(name):
                 assert gradient[3].isnan().any()
 
 
-@pytest.mark.parametrize("gamma", [2.0, 0.0, -1.5])
-@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5], [1.0, 0.0, 0.5]])
-def test_slopes_at_a_class_that_cannot_occur(weights, gamma):
-    """That of its share is the loss that it would have, infinite, by its weight; without weight it is 0."""
-    weight = None if weights is None else torch.tensor(weights, dtype=torch.float64)
-    expected = 0.0 if weights is not None and weights[1] == 0 else math.inf
-    losses = [lambda z, t: fk.focal_loss(z, t, gamma, weight=weight)]
-    losses.append(lambda z, t: reference.focal_loss(z, t, gamma, weight=weight))
-    if gamma >= 0:
-        losses.append(lambda z, t: fk.poly_focal_loss(z, t, gamma, weight=weight))
-        losses.append(lambda z, t: reference.poly_focal_loss(z, t, gamma, weight=weight))
-    for loss in losses:
-        for shares in ([0.25, 0.0, 0.75], 2):
-            z = torch.tensor([[0.25, -math.inf, 2.5]], dtype=torch.float64, requires_grad=True)
-            soft = isinstance(shares, list)
-            target = torch.tensor([shares], dtype=torch.float64 if soft else torch.int64, requires_grad=soft)
-            inputs = (z, target) if soft else (z,)
-            once = torch.autograd.grad(loss(z, target), inputs)
-            differentiable = torch.autograd.grad(loss(z, target), inputs, create_graph=True)
-            for slopes in (once, differentiable):
-                assert slopes[0].isfinite().all()
-                if soft:
-                    assert slopes[1][0, 1] == expected
-                    assert slopes[1][0, [0, 2]].isfinite().all()
-            assert_close(differentiable[0], once[0])
-            (second,) = torch.autograd.grad(differentiable[0][0, 0], z)
-            assert second.isfinite().all()
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_empty_and_all_ignored(name):
     loss, _ = LOSSES[name]
@@ -340,26 +241,6 @@ def test_empty_and_all_ignored(name):
         assert (gradient == 0).all()
         assert gradient.shape == z.shape
         assert loss(z, target, reduction="sum") == 0
-
-
-@pytest.mark.kernels
-def test_opcheck(device):
-    z = torch.randn(6, 5, 2, device=device, requires_grad=True)
-    target = torch.randint(5, (6, 2), device=device)
-    soft = torch.rand(6, 5, 2, device=device, requires_grad=True)
-    weight, number = torch.rand(5, device=device), torch.tensor(2.0, dtype=torch.float64)
-    for spec in SPECS.values():
-        kind = number_of(spec.name)
-        for arguments in (
-            (z, target, number, None, weight, 1, -100, 0.0, False, False, kind, 1.5),
-            (z, soft if spec.soft_target else target, number, None, None, 0, -100, 0.0, False, False, kind, 1.5),
-        ):
-            torch.library.opcheck(torch.ops.focalkern.focal_loss_forward, arguments)
-            with torch.no_grad():
-                loss, saved = torch.ops.focalkern.focal_loss_forward(*arguments)
-                z_, t_, *others = (a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
-                rest = (*others[:3], saved, *others[3:7], [True, t_.is_floating_point(), False], kind, 1.5)
-                torch.library.opcheck(torch.ops.focalkern.focal_loss_backward, (torch.randn_like(loss), z_, t_, *rest))
 
 
 @pytest.mark.kernels
@@ -385,58 +266,6 @@ def test_a_saved_class_beyond_the_row_is_none(name, classes):
     for marked in (-classes, classes):  # class 0 of a neighbour
         assert torch.equal(with_class(marked), with_class(-1))
         assert torch.equal(with_class(marked)[others], gradient(saved)[others])
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_compiles_and_exports(device, dynamo, name):
-    loss, _ = LOSSES[name]
-    z = torch.randn(8, 5, device=device, requires_grad=True)
-    target = torch.randint(5, (8,), device=device)
-    for options in ({}, {"label_smoothing": 0.1}):
-        expected = loss(z, target, **options)
-        (slope,) = torch.autograd.grad(expected, z)
-        compiled = torch.compile(
-            lambda z, t, options=options: loss(z, t, **options), fullgraph=True, backend="aot_eager"
-        )
-        found = compiled(z, target)
-        assert_close(found, expected.double())
-        assert_close(torch.autograd.grad(found, z)[0], slope.double())
-    module = module_of(name)()
-    exported = torch.export.export(module, (z.detach(), target))
-    assert_close(exported.module()(z.detach(), target), module(z.detach(), target).double())
-
-
-@pytest.mark.kernels
-def test_gamma_of_the_poly_focal_loss_compiles_once(dynamo):
-    z, target = torch.randn(8, 5), torch.randint(5, (8,))
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda z, t, gamma: fk.poly_focal_loss(z, t, gamma, 1.5), fullgraph=True, backend=counter)
-    for gamma in (1.0, 2.0, 3.0, 4.5):
-        assert_close(compiled(z, target, gamma), fk.poly_focal_loss(z.double(), target, gamma, 1.5))
-    assert counter.frame_count <= 2  # the compiler takes the first number for a constant
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.parametrize("name", LOSSES)
-def test_torch_func_and_forward_mode(name):
-    loss, _ = LOSSES[name]
-    z, target = torch.randn(6, 5, dtype=torch.float64), torch.randint(5, (6,))
-    expected = torch.autograd.grad(loss(z.requires_grad_(), target), z)[0]
-    assert_close(torch.func.grad(lambda z: loss(z, target))(z.detach()), expected)
-    direction = torch.randn_like(z.detach())
-    _, tangent = torch.func.jvp(lambda z: loss(z, target), (z.detach(),), (direction,))
-    assert_close(tangent, (expected * direction).sum())
-    each = torch.func.vmap(lambda z, t: loss(z, t))(z.detach(), target)
-    assert_close(each, loss(z.detach(), target, reduction="none"))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_autocast_returns_float32(name):
-    loss, _ = LOSSES[name]
-    z, target = torch.randn(6, 5, dtype=torch.bfloat16), torch.randint(5, (6,))
-    assert loss(z, target).dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        assert loss(z, target).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -474,62 +303,3 @@ def test_the_module_is_the_function():
         fk.PolyFocalLoss(2.0, math.nan)
     with pytest.raises(RuntimeError, match=r"PolyFocalLoss: gamma must be at least 0, got -2"):
         fk.PolyFocalLoss(torch.tensor(1.0)).load_state_dict({"gamma": torch.tensor(-2.0)})
-
-
-# Small batches and large, both forms, ties among the confidences, an ignored part, and every row right.
-@pytest.mark.kernels
-@pytest.mark.parametrize("weighted", [False, True])
-def test_mmce_in_a_kernel_is_its_definition_in_torch(weighted):
-    for n, classes in ((1, 3), (2, 2), (50, 7), (300, 40), (64, 5000)):
-        z = torch.randn(n, classes, dtype=torch.float64).mul_(2)
-        if n > 2:
-            z[n // 2] = z[0]
-        z.requires_grad_()
-        for target in (torch.randint(classes, (n,)), z.detach().argmax(1)):
-            target = target.clone()
-            target[::5] = -100 if n > 2 else target[::5]
-            for reduction in ("mean", "sum"):
-                loss = fk.MMCELoss(1.5, weighted=weighted, reduction=reduction)
-                found = loss(z, target)
-                (gradient,) = torch.autograd.grad(found, z)
-                # Class weights of 1 equal no weights; the loss is then built from torch's operations.
-                plain = fk.MMCELoss(
-                    1.5, weighted=weighted, reduction=reduction, weight=torch.ones(classes, dtype=torch.float64)
-                )
-                expected = plain(z, target)
-                near(found, expected, factor=100)
-                near(gradient, torch.autograd.grad(expected, z)[0], factor=100)
-
-
-# At a tie the derivative of |r_i - r_j| may be any number from -1 to 1. float32 has ties that float64 does not have.
-@pytest.mark.parametrize("weight", [None, torch.ones(3)], ids=["kernel", "plain torch"])
-def test_gradient_of_mmce_beside_a_tie(weight):
-    z = torch.tensor([[2.0, 0.0, 0.1], [2.0, 0.1, -3e-8], [0.3, 1.5, 0.0], [1.0, 0.0, 0.4]])
-    target = torch.tensor([0, 1, 1, 2])
-
-    def with_order(sign):
-        logits = z.double().requires_grad_()
-        confidence, top = logits.softmax(1).max(1)
-        lack = (top == target).double() - confidence
-        apart = confidence[:, None] - confidence
-        signs = apart.detach().sign()
-        signs[0, 1], signs[1, 0] = sign, -sign
-        error = (lack @ (-signs * apart / 0.4).exp() @ lack).sqrt() / 4
-        return torch.autograd.grad(torch.nn.functional.cross_entropy(logits, target) + 2 * error, logits)[0]
-
-    confidence = z.double().softmax(1).amax(1)
-    assert 0 < (confidence[0] - confidence[1]).abs() < 1e-8
-    ends = torch.stack([with_order(1.0), with_order(-1.0)])
-    assert (ends[0] - ends[1]).abs().max() > 1e-2
-    logits = z.clone().requires_grad_()
-    (found,) = torch.autograd.grad(fk.MMCELoss(weight=weight)(logits, target), logits)
-    assert ((ends.amin(0) - 1e-6 <= found) & (found <= ends.amax(0) + 1e-6)).all()
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_second_derivatives_of_mmce(weighted):
-    z = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    target = torch.tensor([0, 3, 2, -100, 1, 1])
-    loss = fk.MMCELoss(weighted=weighted)
-    assert torch.autograd.gradcheck(loss, (z, target))
-    assert torch.autograd.gradgradcheck(loss, (z, target))
