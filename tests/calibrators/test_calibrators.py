@@ -1,14 +1,12 @@
 """Calibrators: their choices, their errors, and saving and loading."""
 
-import json
-import os
 import pickle
-import stat
 
 import numpy as np
 import pytest
 import torch
 from conftest import assert_close
+from scaling_cases import BOTH, COARSE, fitted, sample
 
 from focalkern import reference
 from focalkern.calibrators import (
@@ -17,24 +15,11 @@ from focalkern.calibrators import (
     FocalTemperatureScaling,
     NotFittedError,
     TemperatureScaling,
-    load_calibrator,
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, calibration_grid
 
 # The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
-
-BOTH = [TemperatureScaling, FocalTemperatureScaling]
-# 0.05 to 4: wide enough that no optimum of the data below is at an end.
-COARSE = [index * 0.05 for index in range(1, 81)]
-
-
-def sample(n=400, n_classes=5, scale=2.0, seed=0, dtype=torch.float32):
-    """Logits that are ``scale`` times too large for their labels."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2
-    target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
-    return (logits * scale).to(dtype), target
 
 
 @pytest.mark.parametrize("criterion", ["ece", "nll"])
@@ -190,133 +175,6 @@ def test_choose_takes_the_optimum_of_a_grid_that_is_there():
     only_ece = calibration_grid(logits, target, [0.0], COARSE, criteria=("ece",))
     with pytest.raises(ValueError, match="nll"):
         TemperatureScaling(criterion="nll").choose(only_ece, n_samples=100, n_classes=5)
-
-
-# -- saving and loading ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", BOTH)
-def test_what_was_saved_comes_back(cls, tmp_path):
-    logits, target = sample(100)
-    options = {"temperatures": torch.tensor(COARSE), "criterion": "ece", "estimator": "equal_mass_interp", "n_bins": 11}
-    calibrator = cls(**options).fit(logits, target)
-    path = tmp_path / "calibrator.json"
-    calibrator.save(path)
-    for loaded in (cls.load(path), load_calibrator(path)):
-        assert type(loaded) is cls
-        for name in ("gamma_", "temperature_", "best_value_", "n_samples_", "n_classes_", "at_border_"):
-            assert getattr(loaded, name) == getattr(calibrator, name)
-        assert (loaded.estimator, loaded.n_bins, loaded.criterion) == ("equal_mass_interp", 11, "ece")
-        assert torch.equal(loaded.predict_proba(logits), calibrator.predict_proba(logits))
-        loaded.save(tmp_path / "again.json")
-        assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
-    other = BOTH[1 - BOTH.index(cls)]
-    with pytest.raises(ValueError, match=f"expected a calibrator of method '{other.method}', found '{cls.method}'"):
-        other.load(path)
-
-
-def fitted():
-    return TemperatureScaling(temperatures=COARSE).fit(*sample(50))
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(step, tmp_path, monkeypatch):
-    path = tmp_path / "calibrator.json"
-    path.write_text("precious")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, step, full)
-    with pytest.raises(OSError, match="No space left"):
-        fitted().save(path)
-    assert path.read_text() == "precious"
-    assert os.listdir(tmp_path) == ["calibrator.json"]
-
-
-def test_a_link_and_the_permissions_of_a_file_stay(tmp_path):
-    real, link = tmp_path / "real.json", tmp_path / "link.json"
-    real.write_text("old")
-    real.chmod(0o640)
-    link.symlink_to(real)
-    fitted().save(link)
-    assert link.is_symlink()
-    assert json.loads(real.read_text())["method"] == "temperature"
-    assert stat.S_IMODE(real.stat().st_mode) == 0o640
-
-
-def test_a_numpy_number_of_bins_is_fitted_and_saved(tmp_path):
-    path = tmp_path / "calibrator.json"
-    TemperatureScaling(n_bins=np.int64(10), temperatures=[1.0, 2.0]).fit(*sample(50)).save(path)
-    assert TemperatureScaling.load(path).n_bins == 10
-
-
-def test_a_missing_folder_is_named_as_it_was_given(tmp_path):
-    path = tmp_path / "nowhere" / "calibrator.json"
-    with pytest.raises(FileNotFoundError) as caught:
-        TemperatureScaling(temperatures=[1.0, 2.0]).fit(*sample(50)).save(path)
-    assert caught.value.filename == str(path)
-
-
-def test_a_folder_is_not_overwritten(tmp_path):
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        fitted().save(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        fitted().save(tmp_path / "missing" / "calibrator.json")
-
-
-def change(**changes):
-    def apply(document):
-        for key, value in changes.items():
-            *path, last = key.split("__")
-            part = document
-            for step in path:
-                part = part[step]
-            if value is None:
-                del part[last]
-            else:
-                part[last] = value
-        return json.dumps(document).encode()
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda document: b"", "expected a calibrator in JSON"),
-        (lambda document: json.dumps(document).encode()[:-40], "expected a calibrator in JSON"),
-        (lambda document: pickle.dumps(document), "expected a calibrator in JSON"),
-        (lambda document: b"[1, 2]", "found other JSON"),
-        (change(format="other"), "found other JSON"),
-        (change(format_version=99), "upgrade focalkern"),
-        (change(format_version="1"), "found '1'"),
-        (change(format_version=4), "; fit and save it again with this version"),
-        (change(format_version=True), "found True"),
-        (change(method="curve"), "found 'curve'"),
-        (change(temperature=None), "'temperature' is missing"),
-        (change(fit__n_classes=None), "'n_classes' is missing"),
-        (change(temperature=0), "expected gamma > -1 and temperature > 0, at most 1e+06 and 1e+30, found 0.0 and 0.0"),
-        (change(gamma=-1), "expected gamma > -1"),
-        (change(temperature="2"), "temperature must be a finite number, found '2'"),
-        (change(parameters="none"), "not a valid calibrator"),
-        (change(parameters__criterion="mce"), "criterion must be one of nll, brier, ece, got 'mce'"),
-        (change(fit__n_samples=0), "expected a count of at least 1, found 0"),
-        (change(fit__best_value=float("nan")), "best_value must be a finite number"),
-    ],
-)
-def test_a_bad_file_is_named_with_what_is_wrong(spoil, words, tmp_path):
-    path = tmp_path / "calibrator.json"
-    fitted().save(path)
-    path.write_bytes(spoil(json.loads(path.read_text())))
-    with pytest.raises(ValueError, match=r"calibrator\.json: ") as caught:
-        load_calibrator(path)
-    assert words in str(caught.value)
-
-
-def test_a_missing_file_is_the_usual_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        TemperatureScaling.load(tmp_path / "nothing.json")
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
