@@ -1,4 +1,4 @@
-"""What the tests of the two scalings share: over-confident samples, a coarse search."""
+"""Shared by the tests of the two scalings: over-confident samples, a coarse search."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the tests of metrics share: bins in NumPy, and samples."""
+"""Shared by the tests of metrics: bins in NumPy, and samples."""
 
 import itertools
 

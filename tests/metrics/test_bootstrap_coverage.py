@@ -1,4 +1,4 @@
-"""How often intervals contain the truth, and the bias floor."""
+"""Coverage of the intervals, and the bias floor."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What the tests of DTensors compute: over a mesh, and in one process."""
+"""Losses and maps over a mesh and in one process, for the tests of DTensors."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the tests of the losses of rows share: every loss with its definition, tolerances."""
+"""Shared by the tests of the losses of rows: every loss with its definition, tolerances."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What the tests of the spline map share: its parameters."""
+"""Shared by the tests of the spline map: its parameters."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Cases that the tests of focal_loss_vocab_parallel share."""
+"""Cases of losses of a split vocabulary: a problem, and the parts of one rank."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""What the tests of other libraries' losses share: gammas, and the comparison of two losses."""
+"""Shared by the tests of other libraries' losses: gammas, and the comparison of two losses."""
 
 import torch
 from conftest import assert_close

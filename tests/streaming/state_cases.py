@@ -1,4 +1,4 @@
-"""What the tests of grid states share: samples, and a state of batches."""
+"""Shared by the tests of grid states: samples, and a state of batches."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What the tests of streamed searches share: the shards, a command, and the comparison of two results."""
+"""Shared by the tests of streamed searches: the shards, a command, and the comparison of two results."""
 
 import json
 
