@@ -25,7 +25,7 @@ from torch import Tensor
 
 import focalkern as fk
 from benchmarks.harness import RESULTS, in_threads
-from benchmarks.studies.calibrator_table import read
+from benchmarks.studies.calibrator_pages import read
 from benchmarks.studies.networks import about_run, markdown, two_sets, write_rows
 from benchmarks.studies.small_models import CALIBRATED, SAME, Model, models, other_priors
 

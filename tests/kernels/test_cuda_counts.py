@@ -3,6 +3,8 @@
 import pytest
 
 counts = pytest.importorskip("tools.cuda.instruction_counts", reason="the benchmarks are in the source tree only")
+counting = pytest.importorskip("tools.cuda.counting", reason="the benchmarks are in the source tree only")
+operators = pytest.importorskip("tools.cuda.counted_operators", reason="the benchmarks are in the source tree only")
 
 CODE = [  # warps, lanes, text
     (8, 256, "LDG.E.128 R4, desc[UR4][R2.64]"),
@@ -15,7 +17,7 @@ CODE = [  # warps, lanes, text
 
 
 def test_counts_by_element():
-    found = counts.count(CODE, elements=256, moved=1024)
+    found = counting.count(CODE, elements=256, moved=1024)
     assert found["instructions"] == 40 * 32 / 256
     assert (found["float64"], found["regions"], found["special"]) == (0.5, 1, 1)
     assert found["wide"] == round(256 * 16 / (256 * 16 + 128 * 4), 2)
@@ -24,18 +26,18 @@ def test_counts_by_element():
 
 def test_names_of_kernels():
     name = "_ZN9focalkern4cuda46_GLOBAL__N__25focal_loss_forward_kernelINS_8BFloat16ELNS0_7RowPathE1EEEvNS"
-    assert counts.short(name) == "focal_loss_forward rows"
-    assert counts.pipe("@P0 IMAD.WIDE R2, R3, 0x4, R4") == "imad"
-    assert counts.pipe("UIADD3 UR4, UR4, 0x1, URZ") == "uniform"
-    assert counts.pipe("LDCU.64 UR4, c[0x0][0x358]") == counts.pipe("@P0 VOTEU.ANY UR5, UPT, PT") == "uniform"
+    assert counting.short(name) == "focal_loss_forward rows"
+    assert counting.pipe("@P0 IMAD.WIDE R2, R3, 0x4, R4") == "imad"
+    assert counting.pipe("UIADD3 UR4, UR4, 0x1, URZ") == "uniform"
+    assert counting.pipe("LDCU.64 UR4, c[0x0][0x358]") == counting.pipe("@P0 VOTEU.ANY UR5, UPT, PT") == "uniform"
 
 
 def test_table_is_whole_and_passes_its_own_check():
     table = counts.read(counts.TABLE)
     assert counts.problems(table, table) == []
     cases = {row.case for row in table}
-    assert {f"{kind} {'x'.join(map(str, shape))}" for kind, shape, _ in counts.FOCAL_LOSS} <= cases
-    assert len([case for case in cases if case.startswith("sigmoid")]) == len(counts.SIGMOID_LOSS)
+    assert {f"{kind} {'x'.join(map(str, shape))}" for kind, shape, _ in operators.FOCAL_LOSS} <= cases
+    assert len([case for case in cases if case.startswith("sigmoid")]) == len(operators.SIGMOID_LOSS)
     assert counts.TABLE.read_text() == counts.as_csv(table)
 
 

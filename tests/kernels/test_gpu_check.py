@@ -13,6 +13,7 @@ import pytest
 import torch
 
 gpu_check = pytest.importorskip("benchmarks.gpu_check", reason="the benchmarks are in the source tree only")
+gpu_stages = pytest.importorskip("benchmarks.gpu_stages", reason="the benchmarks are in the source tree only")
 
 
 @pytest.fixture
@@ -205,7 +206,7 @@ def test_prebuilt_files_replace_those_that_are_there(tmp_path, there, taken, fro
         with zipfile.ZipFile(place, "w") as wheel:
             for name in (*taken, "metrics.py", "ops/__init__.py"):
                 wheel.writestr(f"focalkern/{name}", f"{name} of focalkern")
-    gpu_check.take_prebuilt(place, package)
+    gpu_stages.take_prebuilt(place, package)
     assert {file.name: file.read_text() for file in package.iterdir()} == {
         **{name: f"{name} of focalkern" for name in taken},
         "metrics.py": "metrics.py of package",
@@ -214,13 +215,13 @@ def test_prebuilt_files_replace_those_that_are_there(tmp_path, there, taken, fro
 
 def test_prebuilt_files_may_be_those_that_are_there(tmp_path):
     package = write_compiled(tmp_path, *OF_A_WHEEL)
-    gpu_check.take_prebuilt(package, package)
+    gpu_stages.take_prebuilt(package, package)
     assert sorted(file.name for file in package.iterdir()) == sorted(OF_A_WHEEL)
 
 
 @pytest.mark.parametrize("names", [(), ("_build_info.py",), ("libfocalkern_cpu.so", "_build_info.py"), OF_A_WHEEL[:2]])
 def test_prebuilt_files_that_lack_something(tmp_path, names):
     package = write_compiled(tmp_path / "package", *FOR_ONE_TORCH)
-    with pytest.raises(gpu_check.StageError, match=r"expected _build_info\.py and a module _C\*\.so, found \["):
-        gpu_check.take_prebuilt(write_compiled(tmp_path / "other", *names), package)
+    with pytest.raises(gpu_stages.StageError, match=r"expected _build_info\.py and a module _C\*\.so, found \["):
+        gpu_stages.take_prebuilt(write_compiled(tmp_path / "other", *names), package)
     assert sorted(file.name for file in package.iterdir()) == sorted(FOR_ONE_TORCH)
