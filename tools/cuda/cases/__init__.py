@@ -11,6 +11,8 @@ from typing import Any
 
 MODULES = (
     "focal_loss",
+    "focal_chunks",
+    "focal_pixels",
     "calibration_map",
     "calibration_grid",
     "calibration_sums",

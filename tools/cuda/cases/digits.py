@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tools.cuda.cases.focal_loss import many_pixels, run_focal_loss
+from tools.cuda.cases.focal_loss import run_focal_loss
+from tools.cuda.cases.focal_pixels import many_pixels
 from tools.cuda.cases.row_loss import SPECS, number
 
 CLASSES = 200_000

@@ -1,8 +1,6 @@
 """Focal loss, forward and backward."""
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
 from ctypes import c_bool, c_int64, c_void_p
 
 import pytest
@@ -297,64 +295,6 @@ def test_focal_loss_edges(library, classes):
     assert run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none")["loss"][7].isnan()
 
 
-# Few long rows, a block for each chunk of one: a little more than three of the least, off the vector width.
-def long_rows(library, dtype):
-    classes = 50_000 // dtype.itemsize + 5
-    chunk = library.chunk_of_a_row(c_int64(9), c_int64(classes), c_int64(dtype.itemsize))
-    assert 0 < 3 * chunk < classes
-    return (3 * torch.randn(9, classes)).to(dtype), chunk
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_focal_loss_in_chunks(library, dtype):
-    logits, chunk = long_rows(library, dtype)
-    classes = logits.shape[1]
-    # The first and last class of a chunk, and of a vector in it.
-    target = torch.tensor([0, chunk - 1, chunk, 2 * chunk + 15, classes - 1, -100, 3 * chunk + 8, classes, 7])
-    logits[5] = NAN  # ignored, so never read
-    weight = torch.rand(classes)
-    for reduction, rows in (("none", 9), ("mean", 7)):
-        finite = logits[:rows].nan_to_num()
-        check_focal_loss(library, finite, target[:rows], 1.5, reduction=reduction, weight=weight)
-    actual = run_focal_loss(library, logits, target, 2.0, torch.ones(9, dtype=real_of(dtype)), reduction="none")
-    assert actual["loss"].isnan().nonzero().tolist() == [[7]]
-    assert (actual["grad_logits"][5] == 0).all()
-    gammas = 3 * torch.rand(9)
-    check_focal_loss(library, logits.nan_to_num(), target, gammas, reduction="none")
-    grad = torch.rand(9, dtype=real_of(dtype))
-    both, one = (
-        run_focal_loss(library, logits, target, gammas, grad, reduction="none", gradients=wanted)["grad_gamma"]
-        for wanted in (True, False)
-    )
-    torch.testing.assert_close(both, one, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_focal_loss_in_chunks_at_the_edges(library, dtype):
-    logits, chunk = long_rows(library, dtype)
-    target = torch.tensor([2 * chunk, 0, chunk, 1, chunk + 1, 2, 2, 2, chunk])
-    logits[0, : 2 * chunk] = -torch.inf
-    logits[1, chunk:] = -torch.inf
-    logits[2, :chunk] = -torch.inf
-    logits[3, 1] = 1000  # certain and right
-    logits[4, 1] = 1000  # certain and wrong, by another chunk
-    logits[5, -1] = 40
-    logits[6] *= 1e-3
-    logits[7, 2] = -1000
-    logits[8, :chunk] = -1000
-    check_focal_loss(library, logits.clone(), target, 0.5, reduction="none")
-    for at, value in ((0, NAN), (chunk, torch.inf), (-1, NAN)):
-        broken = logits.clone()
-        broken[6, at] = value
-        actual = run_focal_loss(library, broken, target, 2.0, torch.ones(9, dtype=real_of(dtype)), reduction="none")
-        assert actual["loss"].isnan().nonzero().tolist() == [[6]]
-        assert actual["grad_logits"].isnan().any(1).nonzero().tolist() == [[6]]
-    logits[6] = -torch.inf
-    assert run_focal_loss(library, logits, target, 2.0, torch.ones(9, dtype=real_of(dtype)), reduction="none")["loss"][
-        6
-    ].isnan()
-
-
 # A thread, a warp and a block with a row; labels and class probabilities; the focal, the poly focal and the Brier loss.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [3, 40, 1000])
@@ -369,35 +309,6 @@ def test_a_row_without_upstream_gradient_has_a_zero_gradient(library, dtype, cla
         grad = run_focal_loss(library, logits, target, 2.0, upstream, reduction="none", kind=kind)["grad_logits"]
         assert (grad[[4, 6]] == 0).all()
         assert grad.isfinite().all() and (grad[5] != 0).any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_focal_loss_in_chunks_of_other_layouts(library, dtype):
-    logits, chunk = long_rows(library, dtype)
-    target = labels_for(logits[:3]) + chunk
-    sources = [
-        torch.stack((logits[:3], logits[3:6]), 2).flatten(1)[:, ::2],  # every second element
-        torch.cat((logits[0, :1], logits[:3].flatten()))[1:].reshape(3, -1),  # not on a 16-byte boundary
-    ]
-    for source in sources:
-        for grad_like in (source, torch.empty_like(logits[:3])):
-            check_focal_loss(library, source, target, 2.0, grad_like=grad_like)
-    columns = logits[:2].reshape(1, 2, -1).transpose(1, 2)  # [1, classes, 2], channels last
-    check_focal_loss(library, columns, target[:2].reshape(1, 2), 2.0, reduction="sum")
-
-
-# More chunks than a warp has lanes; and more rows than are brought together at once.
-@pytest.mark.parametrize(("rows", "classes"), [(1, 140_000), (65, 8_200)])
-def test_focal_loss_in_many_chunks(library, rows, classes):
-    logits = 3 * torch.randn(rows, classes)
-    logits[:, -1] = 15  # most of it in the last chunk
-    chunks = -(-classes // library.chunk_of_a_row(c_int64(rows), c_int64(classes), c_int64(4)))
-    assert chunks > 32 or (chunks > 2 and rows > 64)
-    target = labels_for(logits)
-    first = check_focal_loss(library, logits, target, 2.0, reduction="mean")
-    again = run_focal_loss(library, logits, target, 2.0, torch.ones(1))
-    for name in ("loss", "divisor", "saved"):
-        assert torch.equal(first[name], again[name])
 
 
 def test_focal_loss_of_nothing(library):
@@ -418,127 +329,3 @@ def test_focal_loss_is_deterministic(library):
     for other in others:
         for name in ("loss", "divisor", "grad_logits", "saved"):
             assert torch.equal(first[name], other[name])
-
-
-# ---- pixels: a row is a column of memory ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def many_pixels(library: ctypes.CDLL) -> Iterator[None]:
-    """However few they are, a thread has its pixels for itself."""
-    before = library.many_pixels()
-    library.set_many_pixels(c_int64(0))
-    try:
-        yield
-    finally:
-        library.set_many_pixels(c_int64(before))
-
-
-def pixels(images, classes, size, dtype, *, step=1, gap=0, image_gap=0, skip=0) -> torch.Tensor:
-    """Logits with `gap` elements behind each plane, some more behind each image, and `skip` before the first."""
-    plane = size * step + gap
-    strides = (classes * plane + image_gap, plane, step)
-    memory = (3 * torch.randn(images * strides[0] + skip)).to(dtype)[skip:]
-    return memory.as_strided((images, classes, size), strides)
-
-
-# Each number of classes that is left over, on both sides of a step; two images, and the last pair of a block alone.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("classes", [*range(2, 19), 24, 25, 32, 33, 40])
-def test_focal_loss_pixels(library, dtype, classes):
-    logits = pixels(2, classes, 34, dtype)
-    with many_pixels(library):
-        check_focal_loss(library, logits, labels_for(logits), 2.0)
-        check_focal_loss(library, logits, labels_for(logits, torch.uint8), torch.rand(2, 34), reduction="none")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_focal_loss_pixels_of_many_tiles(library, dtype):
-    """More than three blocks take at once, by pairs."""
-    logits = pixels(2, 3, 1030, dtype)
-    target = labels_for(logits)
-    target[:, ::7] = -100
-    for reduction in ("none", "mean"):
-        check_focal_loss(library, logits, target, 1.5, reduction=reduction, weight=torch.rand(3) + 0.1)
-
-
-# Two pixels that are no word of memory: an odd plane, an odd distance of planes or images, an odd beginning. The same
-# for the gradient, if the logits are words.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"size": 35},
-        {"size": 35, "gap": 1},
-        {"gap": 1, "image_gap": 1},
-        {"step": 2},
-        {"gap": 1},
-        {"gap": 2},
-        {"image_gap": 1},
-        {"image_gap": 2},
-        {"skip": 1},
-        {"skip": 2},
-    ],
-)
-def test_focal_loss_pixels_off_the_boundary_of_a_pair(library, dtype, odd):
-    odd = dict(odd)
-    size = odd.pop("size", 34)
-    with many_pixels(library):
-        logits = pixels(2, 5, size, dtype, **odd)
-        check_focal_loss(library, logits, labels_for(logits), 2.0)
-        check_focal_loss(library, logits, labels_for(logits), 2.0, grad_like=pixels(2, 5, size, dtype))
-        logits = pixels(2, 5, size, dtype)
-        check_focal_loss(library, logits, labels_for(logits), 2.0, grad_like=pixels(2, 5, size, dtype, **odd))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_focal_loss_options_of_pixels(library, dtype):
-    logits = pixels(2, 9, 22, dtype)
-    target = labels_for(logits)
-    target[0, ::3] = -100
-    table = GammaTable([0.0, 0.013, 0.27, 1.0], [5.0, -1.5, 3.0])
-    with many_pixels(library):
-        for gamma in (0.0, -2.0, torch.tensor(1.5), 4 * torch.rand(2, 22) - 1, table):
-            for reduction in ("none", "mean", "sum"):
-                options = {"reduction": reduction, "detach_modulation": gamma is table}
-                check_focal_loss(library, logits, target, gamma, weight=torch.rand(9), **options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("classes", [3, 20])
-@pytest.mark.parametrize("as_rows", [False, True])
-def test_focal_loss_edges_of_neighbours(library, dtype, classes, as_rows):
-    """A pixel or a short row next to another that is certain, ignored, out of range, or not a number."""
-    logits = pixels(1, classes, 24, dtype)
-    target = torch.zeros(1, 24, dtype=torch.int64)
-    rows = logits[0].t()  # [pixels, classes]
-    if as_rows:
-        rows = logits = (3 * torch.randn(24, classes)).to(dtype)
-        target = target[0]
-    rows[0, 0] = 1e4
-    rows[2, 1] = 1e4
-    rows[5, 0] = 80
-    rows[6, 1:] = -torch.inf
-    rows[9, 1] = -torch.inf
-    rows[10] += 1000
-    rows[13] -= 1000
-    target[..., 14] = target[..., 17] = -100
-    target[..., 18] = classes
-    target[..., 21] = -1
-    target[..., 22:] = classes - 1
-    with many_pixels(library):
-        check_focal_loss(library, logits.clone(), target, 0.5, reduction="none")
-        rows[14] = rows[17] = NAN  # ignored, so never looked at
-        for value in (NAN, torch.inf):
-            rows[3, classes - 1] = rows[8, classes - 1] = value
-            grad = torch.ones(24, dtype=real_of(dtype))
-            actual = run_focal_loss(library, logits, target, 2.0, grad, reduction="none")
-            wrong = [3, 8, 18, 21]
-            assert actual["loss"].isnan().nonzero().flatten().tolist() == wrong
-            gradients = actual["grad_logits"] if as_rows else actual["grad_logits"][0].t()
-            assert gradients.isnan().any(1).nonzero().flatten().tolist() == wrong
-            assert (gradients[[14, 17]] == 0).all()
-        rows[12] = -torch.inf
-        actual = run_focal_loss(library, logits, target, 2.0, grad, reduction="none")
-        assert actual["loss"][12].isnan()
-        assert not actual["loss"][13].isnan()

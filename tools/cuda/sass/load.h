@@ -1,7 +1,7 @@
 // Reads the text of extract.py.
 #pragma once
 
-#include "sass/sass.h"
+#include "sass/decode.h"
 
 namespace ptxrun {
 
