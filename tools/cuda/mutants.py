@@ -28,18 +28,18 @@ from tools.cuda.faults import FAULTS, REDUNDANT, Fault
 
 ROOT = Path(__file__).parents[2]
 CUDA = ROOT / "csrc/cuda"
-
+FOCAL_LOSS = "focal_loss+focal_chunks+focal_pixels"
 # The cases that run a file's kernels, or those that use a header.
 CASES = {
-    "common.cuh": "focal_loss+blind_spots",
-    "grid_sum.cuh": "focal_loss+blind_spots",
-    "focal_loss.cu": "focal_loss+blind_spots",
-    "focal_loss_row.cuh": "focal_loss+blind_spots",
-    "focal_loss_tiles.cuh": "focal_loss+blind_spots",
-    "focal_loss_rows.cuh": "focal_loss+blind_spots",
-    "focal_loss_thread_per_row.cuh": "focal_loss+blind_spots",
-    "focal_loss_two_rows_per_thread.cuh": "focal_loss+blind_spots",
-    "focal_loss_split_rows.cuh": "focal_loss+blind_spots",
+    "common.cuh": f"{FOCAL_LOSS}+blind_spots",
+    "grid_sum.cuh": f"{FOCAL_LOSS}+blind_spots",
+    "focal_loss.cu": f"{FOCAL_LOSS}+blind_spots",
+    "focal_loss_row.cuh": f"{FOCAL_LOSS}+blind_spots",
+    "focal_loss_tiles.cuh": f"{FOCAL_LOSS}+blind_spots",
+    "focal_loss_rows.cuh": f"{FOCAL_LOSS}+blind_spots",
+    "focal_loss_thread_per_row.cuh": f"{FOCAL_LOSS}+blind_spots",
+    "focal_loss_two_rows_per_thread.cuh": f"{FOCAL_LOSS}+blind_spots",
+    "focal_loss_split_rows.cuh": f"{FOCAL_LOSS}+blind_spots",
     "calibration_map.cu": "calibration_map+blind_spots",
     "map_group.cuh": "calibration_map+blind_spots",
     "map_row.cuh": "calibration_map+blind_spots",
@@ -53,10 +53,11 @@ CASES = {
     "spline_row.cuh": "spline",
     "sigmoid_loss_strided.cu": "sigmoid_loss",
     "sigmoid_loss_vectorized.cu": "sigmoid_loss",
-    "row_loss.cu": "row_loss+focal_loss",
-    "row_loss_soft.cu": "row_loss+focal_loss",
-    "row_groups.cuh": "row_loss+focal_loss",
-    "row_loss.cuh": "row_loss+focal_loss",
+    "sigmoid_loss_pack.cuh": "sigmoid_loss",
+    "row_loss.cu": f"row_loss+{FOCAL_LOSS}",
+    "row_loss_soft.cu": f"row_loss+{FOCAL_LOSS}",
+    "row_groups.cuh": f"row_loss+{FOCAL_LOSS}",
+    "row_loss.cuh": f"row_loss+{FOCAL_LOSS}",
 }
 # Files that are compiled again if a header changes: together they use all of it.
 COMPILED = {
@@ -76,6 +77,7 @@ COMPILED = {
     "grid_confidence.cuh": ("calibration_grid.cu",),
     "grid_bins.cuh": ("calibration_grid.cu",),
     "spline_row.cuh": ("spline_map.cu", "spline_sums.cu"),
+    "sigmoid_loss_pack.cuh": ("sigmoid_loss_vectorized.cu",),
 }
 # pytest -k expressions for files whose cases are among those of others.
 CHOICE = {
