@@ -22,7 +22,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.compiler import BUILD, ROOT, Compiler, kernel_command, link, run, sources
+from tools.compiler import BUILD, ROOT, Compiler, kernel_command, link, output_of, run, sources
+from tools.manylinux import old_libraries
 from tools.stable import build_stable
 from tools.toolchain import fail
 from tools.wheel import build_wheel, headers_of, with_platform_tag
@@ -57,10 +58,6 @@ CPU, MIDR = "neoverse-n1", "0x00000000413fd0c1"
 
 def has_compiler() -> bool:
     return shutil.which(f"{TOOLS}g++") is not None
-
-
-def output_of(*command: str | Path) -> str:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
 
 
 def fetch_system() -> Path:
@@ -149,8 +146,9 @@ def make_wheel(out: Path) -> Path:
     native.mkdir(parents=True)
     compiler = Compiler()
     objects = compiler.objects(sources("cpu/**/*.cpp"), kernel_command(TOOLS), {}, "")
-    link(native / "libfocalkern_cpu.so", objects, "-Wl,-Bsymbolic", tools=TOOLS)
-    build_stable(compiler, native, headers_of(TORCH), TORCH, [f"-L{native}", "-lfocalkern_cpu"], tools=TOOLS)
+    old = old_libraries(TOOLS)
+    link(native / "libfocalkern_cpu.so", objects, "-Wl,-Bsymbolic", *old, tools=TOOLS)
+    build_stable(compiler, native, headers_of(TORCH), TORCH, [f"-L{native}", "-lfocalkern_cpu", *old], tools=TOOLS)
     (native / "_build_info.py").write_text(
         '"""The contents of this wheel. Written by tools/aarch64.py."""\n\n'
         "MODULES: dict[str, str] = {}\nCUDA: str | None = None\nARCH_LIST: list[str] = []\n"

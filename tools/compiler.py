@@ -22,6 +22,10 @@ def run(command: Sequence[str | Path], **options: object) -> None:
         fail(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
 
 
+def output_of(*command: str | Path) -> str:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+
+
 class Compiler:
     """Compiles what is not compiled yet."""
 

