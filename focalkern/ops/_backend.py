@@ -42,8 +42,8 @@ class _OtherSourcesError(_DoesNotFitError):
 def _rebuild() -> str:
     # In a source tree the module is next to the sources and would shadow an installed one.
     if (_PACKAGE.parent / "setup.py").is_file():
-        return f"To build it, run in {_PACKAGE.parent}: python setup.py build_ext --inplace"
-    return "To build it, run in the source folder of focalkern: pip install --no-build-isolation ."
+        return f"To build a module that fits, run in {_PACKAGE.parent}: python setup.py build_ext --inplace"
+    return "To build a module that fits, run in the source folder of focalkern: pip install --no-build-isolation ."
 
 
 def rocm() -> str:
@@ -101,12 +101,27 @@ def _built_for_module() -> ModuleType:
     return importlib.import_module("focalkern._build_info")
 
 
-def _load() -> tuple[ModuleType, ModuleType]:
+def _on_gpus(built_for: ModuleType, module: ModuleType, failed: str) -> str:
+    """Why GPUs of this torch have no kernels: a sentence to append, empty where they have some or torch knows none."""
+    if module.build_info()["cuda"] or not (torch.version.cuda or rocm()):
+        return ""
+    reason = "this build has no CUDA kernels"
+    if failed:
+        reason = f"the module with CUDA kernels cannot be loaded: {failed}"
+    elif built_for.CUDA:
+        found = rocm() or f"for CUDA {torch.version.cuda}"
+        needed = str(built_for.CUDA).split(".")[0]
+        reason = f"the CUDA kernels need a torch for CUDA {needed}, and torch {torch.__version__} was built {found}"
+    return f". GPUs use plain torch: {reason}"
+
+
+def _load() -> tuple[ModuleType, ModuleType, str]:
     built_for = _built_for_module()
     names = _candidates(built_for)
     if not any((_PACKAGE / f"{names[-1]}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
         python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
         raise _DoesNotFitError(f"focalkern has no compiled module for {python} in {_PACKAGE}. {_rebuild()}")
+    failed = ""
     for name in names:
         try:
             module = importlib.import_module(f"focalkern.{name}")
@@ -118,6 +133,7 @@ def _load() -> tuple[ModuleType, ModuleType]:
                 raise _DoesNotFitError(
                     f"focalkern's compiled module does not fit torch {torch.__version__}: {error}. {_rebuild()}"
                 ) from error
+            failed = str(error)
     # pybind11 returns a module that was loaded under this name before, whatever file is requested.
     if Path(str(module.__file__)).resolve().parent != _PACKAGE:
         raise ImportError(_ANOTHER_COPY)
@@ -127,7 +143,8 @@ def _load() -> tuple[ModuleType, ModuleType]:
         raise _OtherSourcesError(
             f"focalkern's compiled module was built from other sources: {error}. {_rebuild()}"
         ) from error
-    return built_for, module
+    why = f"{Path(str(module.__file__)).name} was compiled for torch {module.build_info()['torch']}"
+    return built_for, module, why + _on_gpus(built_for, module, failed)
 
 
 def _load_stable() -> tuple[ModuleType, ModuleType, str]:
@@ -139,6 +156,7 @@ def _load_stable() -> tuple[ModuleType, ModuleType, str]:
         raise _DoesNotFitError(f"focalkern has no {names[-1]}.abi3.so in {_PACKAGE}. {_rebuild()}")
     if any(name.startswith("focalkern::") for name in torch._C._dispatch_get_all_op_names()):
         raise ImportError(_ANOTHER_COPY)  # a second definition of the operators would end the process
+    failed = ""
     for path in paths:
         try:
             torch.ops.load_library(path)
@@ -149,13 +167,15 @@ def _load_stable() -> tuple[ModuleType, ModuleType, str]:
                     f"focalkern's {path.name} does not fit torch {torch.__version__}: {error.__cause__ or error}. "
                     f"{_rebuild()}"
                 ) from error
+            failed = str(error.__cause__ or error)
     module = importlib.import_module("focalkern.stable")
     module.load(path)
     try:
         take_numbers(module.row_losses())
     except ValueError as error:
         raise ImportError(f"focalkern's {path.name} was built from other sources: {error}. {_rebuild()}") from error
-    return built_for, module, f"{path.name} fits torch {torch.__version__}"
+    why = f"{path.name} has kernels for every torch from 2.11 on"
+    return built_for, module, why + _on_gpus(built_for, module, failed)
 
 
 def _choose() -> tuple[ModuleType | None, ModuleType | None, str, str]:
@@ -169,13 +189,13 @@ def _choose() -> tuple[ModuleType | None, ModuleType | None, str, str]:
         if _SETTING == "stable":
             built_for, module, why = _load_stable()
             return built_for, module, "stable", why
-        built_for, module = _load()
-        return built_for, module, "compiled", f"{Path(str(module.__file__)).name} fits torch {torch.__version__}"
+        built_for, module, why = _load()
+        return built_for, module, "compiled", why
     except _DoesNotFitError as problem:
         if _SETTING in ("auto", "require") and not isinstance(problem, _OtherSourcesError):
             with contextlib.suppress(_DoesNotFitError):
                 built_for, module, why = _load_stable()
-                return built_for, module, "stable", f"{why}; {problem}"
+                return built_for, module, "stable", f"{why}. A module for one torch is faster: {problem}"
         if _SETTING != "auto":
             raise ImportError(str(problem)) from problem.__cause__
         return None, None, plain, str(problem)

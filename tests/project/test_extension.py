@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import focalkern as fk
+from focalkern.ops import _backend
 
 PACKAGE = Path(fk.__file__).parent
 pytestmark = pytest.mark.kernels
@@ -64,7 +66,7 @@ def test_build_info_names_the_torch_of_the_build():
     assert info["cuda"] is None or info["cuda"] == torch.version.cuda
     assert bool(info["arch_list"]) == (info["cuda"] is not None)
     assert info["kernels"] == "compiled"
-    assert info["why"].endswith(f" fits torch {torch.__version__}")
+    assert f" was compiled for torch {info['torch']}" in info["why"]
 
 
 def test_build_info_lists_the_kernels():
@@ -84,7 +86,7 @@ def test_another_torch(copy):
     write_build_info(copy, torch_version="2.9.1+cu126")
     assert last_line_of_failed_import(copy) == (
         f"ImportError: focalkern was built for torch 2.9.1+cu126, but torch {torch.__version__} is imported. To build "
-        "it, run in the source folder of focalkern: pip install --no-build-isolation ."
+        "a module that fits, run in the source folder of focalkern: pip install --no-build-isolation ."
     )
 
 
@@ -92,7 +94,7 @@ def test_wheel_without_a_module_for_this_torch(copy):
     (copy / "_build_info.py").write_text("MODULES = {'2.9': '2.9.1', '2.10': '2.10.0'}\nCUDA = None\nARCH_LIST = []\n")
     assert last_line_of_failed_import(copy) == (
         f"ImportError: focalkern has modules for torch 2.9, 2.10, but torch {torch.__version__} is imported. To build "
-        "it, run in the source folder of focalkern: pip install --no-build-isolation ."
+        "a module that fits, run in the source folder of focalkern: pip install --no-build-isolation ."
     )
 
 
@@ -121,8 +123,8 @@ def test_another_cuda(copy):
 def test_wheel_without_compiled_modules(copy):
     (copy / "_build_info.py").unlink()
     assert last_line_of_failed_import(copy) == (
-        f"ImportError: focalkern was installed without compiled modules in {copy}. To build it, run in the "
-        "source folder of focalkern: pip install --no-build-isolation ."
+        f"ImportError: focalkern was installed without compiled modules in {copy}. To build a module that fits, run in "
+        "the source folder of focalkern: pip install --no-build-isolation ."
     )
 
 
@@ -208,15 +210,38 @@ def test_a_rocm_build_of_torch_is_told_what_runs(copy):
     last = run(code, copy.parent, kernels="require").stderr.splitlines()[-1]
     assert last == f"NotImplementedError: FOCALKERN_KERNELS=require, but {words}"
     write_build_info(copy, cuda="13.0")
-    assert "was built for ROCm (HIP 6.2.41134). To build it, run" in last_line_of_failed_import(copy, code)
+    assert "was built for ROCm (HIP 6.2.41134). To build a module" in last_line_of_failed_import(copy, code)
+
+
+NEEDED = "the CUDA kernels need a torch for CUDA 13"
+
+
+@pytest.mark.parametrize(
+    "cuda, hip, built_for, failed, why",
+    [
+        (None, None, "13.0", "", ""),
+        ("13.2", None, "13.0", "no libcuda", "the module with CUDA kernels cannot be loaded: no libcuda"),
+        ("12.6", None, None, "", "this build has no CUDA kernels"),
+        ("12.6", None, "13.0", "", f"{NEEDED}, and torch 9.9 was built for CUDA 12.6"),
+        (None, "6.2", "13.0", "", f"{NEEDED}, and torch 9.9 was built for ROCm (HIP 6.2)"),
+    ],
+)
+def test_the_reason_names_gpus_that_have_no_kernels(monkeypatch, cuda, hip, built_for, failed, why):
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    build, module = SimpleNamespace(CUDA=built_for), SimpleNamespace(build_info=lambda: {"cuda": None})
+    assert _backend._on_gpus(build, module, failed) == (why and f". GPUs use plain torch: {why}")
+    with_kernels = SimpleNamespace(build_info=lambda: {"cuda": "13.0"})
+    assert _backend._on_gpus(build, with_kernels, "") == ""
 
 
 def test_source_tree_names_the_in_place_build(copy):
     (copy / "_build_info.py").unlink()
     (copy.parent / "setup.py").touch()
     assert last_line_of_failed_import(copy) == (
-        f"ImportError: focalkern's compiled module has not been built in {copy}. To build it, run in {copy.parent}: "
-        "python setup.py build_ext --inplace"
+        f"ImportError: focalkern's compiled module has not been built in {copy}. To build a module that fits, run in "
+        f"{copy.parent}: python setup.py build_ext --inplace"
     )
 
 
@@ -295,7 +320,8 @@ def test_a_torch_newer_than_any_build_has_kernels(copy_with_stable):
     assert done.returncode == 0, done.stderr
     numbers, why = done.stdout.splitlines()
     assert numbers == "0.0451 0.0451"
-    assert why.startswith(f"stable - _C_stable.abi3.so fits torch {torch.__version__}; focalkern has modules for")
+    assert why.startswith("stable - _C_stable.abi3.so has kernels for every torch from 2.11 on")
+    assert ". A module for one torch is faster: focalkern has modules for torch 2.9, but torch" in why
     assert done.stderr == ""
 
 
@@ -312,7 +338,7 @@ def test_the_stable_module_can_be_asked_for(copy, copy_with_stable):
     assert done.returncode == 0, done.stderr
     assert "focal_loss_forward" in done.stdout and "calibration_grid" not in done.stdout
     modules = sorted(path.name for path in copy.glob("_C_stable*"))  # a build with CUDA kernels has a second one
-    assert done.stdout.splitlines()[1] == f"stable - {modules[-1]} fits torch {torch.__version__}"
+    assert done.stdout.splitlines()[1].startswith(f"stable - {modules[-1]} has kernels for every torch from 2.11 on")
     for module in modules:
         (copy / module).unlink()
     done = run(SMALL_STEP, copy.parent, kernels="stable")
