@@ -9,11 +9,28 @@
 extern "C" char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
+// glibc 2.38, whose headers call strtoll by this name.
+extern "C" {
+long long old_strtoll(const char* text, char** end, int base) noexcept asm("strtoll");
+long long __isoc23_strtoll(const char* text, char** end, int base) noexcept { return old_strtoll(text, end, base); }
+}
+
 // GLIBCXX_3.4.26 and 3.4.29
 template std::ostringstream::basic_ostringstream();
 template std::stringstream::basic_stringstream();
 template std::string std::stringbuf::str() const&;
 template std::string std::stringbuf::str() &&;
+
+#if _GLIBCXX_RELEASE >= 13
+// GLIBCXX_3.4.31
+template void std::string::_M_replace_cold(char*, std::size_t, const char*, std::size_t, std::size_t);
+
+// GLIBCXX_3.4.32 asks for a library that initializes its streams; an older one leaves that to its users.
+namespace std {
+void ios_base_library_init() {}
+}  // namespace std
+static std::ios_base::Init streams;
+#endif
 
 // GLIBCXX_3.4.29
 void std::__throw_bad_array_new_length() { throw std::bad_array_new_length(); }
