@@ -13,6 +13,7 @@ from focalkern._types import Proper
 from focalkern.calibrators._candidates import fit_one, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import fold_of
+from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
 from focalkern.calibrators._spline import SplineScaling
@@ -69,6 +70,8 @@ def cross_validate(
         try:
             excluded = splines.why_not(candidate)
             fitted = None if excluded else splines.fitted(candidate) or fit_one(candidate, input, labels, weight=weight)
+            if isinstance(fitted, RobustTemperatureScaling):
+                splines.temperatures[fitted.input_kind] = fitted.temperature_
             for k in range(0 if excluded else folds):
                 held_out, part = fold == k, fitted
                 if isinstance(candidate, SplineScaling):
@@ -122,7 +125,10 @@ def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
 
 class SplinesByPenalty:
     """The spline scalings among the candidates; those with the same penalty are fitted together, when the first is
-    needed."""
+    needed.
+
+    ``temperatures`` has, by kind of input, the robust temperature of all rows, where another candidate has found it.
+    """
 
     def __init__(
         self,
@@ -139,6 +145,7 @@ class SplinesByPenalty:
             one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)
         ]
         self._fits: dict[tuple[float, str], SplineFolds] = {}
+        self.temperatures: dict[str, float] = {}
 
     def why_not(self, candidate: Any) -> str:
         if not isinstance(candidate, SplineScaling):
@@ -155,7 +162,8 @@ class SplinesByPenalty:
         key = (float(candidate.penalty), candidate.input_kind)
         if key not in self._fits:
             alike = [one for one in self._candidates if (float(one.penalty), one.input_kind) == key]
-            self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds)
+            of_all = self.temperatures.get(candidate.input_kind)
+            self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds, of_all)
         return self._fits[key].fitted(candidate, self._class_counts)
 
     def held_out(self, candidate: SplineScaling, k: int) -> Predict:

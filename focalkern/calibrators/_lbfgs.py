@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 __all__ = ["Minimum", "minimise"]
@@ -61,11 +62,11 @@ def minimise(
     """
     point = start
     value, gradient = objective(point)
-    evaluations, known = 1, list(pairs)
+    evaluations, memory = 1, _Memory(start, pairs)
     for _ in range(steps):
         if float(gradient.abs().max()) <= done:
             break
-        direction = _direction(gradient, known)
+        direction = memory.direction(gradient)
         slope = float(gradient @ direction)
         if not slope < 0:  # rounding alone is left
             break
@@ -77,28 +78,71 @@ def minimise(
         fallen = value - there
         point, value, gradient = point + step, there, of_there
         if float(step @ change) > 1e-10 * float(change @ change):
-            known = [*known[-(HISTORY - 1) :], (step, change)]
+            memory.add(step, change)
         if abs(fallen) < 1e-5 * done or float(step.abs().max()) < 1e-5 * done:
             break
     else:
-        return Minimum(point, value, evaluations, False, tuple(known))
-    return Minimum(point, value, evaluations, True, tuple(known))
+        return Minimum(point, value, evaluations, False, memory.pairs())
+    return Minimum(point, value, evaluations, True, memory.pairs())
 
 
-def _direction(gradient: Tensor, pairs: Sequence[Pair]) -> Tensor:
-    """Minus the gradient times the inverse Hessian of the pairs, by two loops."""
-    direction, factors = -gradient, []
-    for step, change in reversed(pairs):
-        inverse = 1 / (change @ step)
-        factor = inverse * (step @ direction)
-        factors.append((inverse, factor))
-        direction = direction - factor * change
-    if pairs:
-        step, change = pairs[-1]
-        direction = direction * ((step @ change) / (change @ change))
-    for (step, change), (inverse, factor) in zip(pairs, reversed(factors), strict=True):
-        direction = direction + (factor - inverse * (change @ direction)) * step
-    return direction
+class _Memory:
+    """The last pairs and their products, from which a direction takes two products with a matrix.
+
+    Args:
+        start: a tensor like the points.
+        pairs: the oldest first.
+    """
+
+    def __init__(self, start: Tensor, pairs: Sequence[Pair]) -> None:
+        self._order: list[int] = []  # places of the pairs in the rows, the oldest first
+        self._rows = start.new_zeros(2 * HISTORY, len(start))  # steps, then changes
+        self._of_step = [[0.0] * HISTORY for _ in range(HISTORY)]  # by change: its products with the steps
+        self._of_change = [[0.0] * HISTORY for _ in range(HISTORY)]  # and with the changes
+        for step, change in pairs[-HISTORY:]:
+            self.add(step, change)
+
+    def add(self, step: Tensor, change: Tensor) -> None:
+        """Replaces the oldest pair if all places are taken."""
+        place = self._order.pop(0) if len(self._order) == HISTORY else len(self._order)
+        self._order.append(place)
+        self._rows[place], self._rows[HISTORY + place] = step, change
+        of_step, of_change = (torch.stack([step, change]) @ self._rows.T).tolist()
+        self._of_step[place], self._of_change[place] = of_change[:HISTORY], of_change[HISTORY:]
+        for other in self._order:
+            self._of_step[other][place] = of_step[HISTORY + other]
+            self._of_change[other][place] = of_change[HISTORY + other]
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Minus the gradient times the inverse Hessian of the pairs.
+
+        The two loops run over the factors of the pairs in the direction, not over vectors.
+        """
+        if not self._order:
+            return -gradient
+        of_gradient = (self._rows @ gradient).tolist()
+        factors, last = [0.0] * (2 * HISTORY), self._order[-1]
+        scale = self._of_step[last][last] / self._of_change[last][last]
+        later: list[tuple[int, float]] = []
+        for i in reversed(self._order):
+            rise = of_gradient[i]
+            for j, factor in later:
+                rise += factor * self._of_step[j][i]
+            later.append((i, -rise / self._of_step[i][i]))
+        earlier: list[tuple[int, float]] = []
+        for i, factor in reversed(later):
+            change = of_gradient[HISTORY + i]
+            for j, of_change in later:
+                change += of_change * self._of_change[i][j]
+            change *= -scale
+            for j, of_step in earlier:
+                change += of_step * self._of_step[i][j]
+            earlier.append((i, factor - change / self._of_step[i][i]))
+            factors[i], factors[HISTORY + i] = earlier[-1][1], -scale * factor
+        return self._rows.T @ gradient.new_tensor(factors) - scale * gradient
+
+    def pairs(self) -> tuple[Pair, ...]:
+        return tuple((self._rows[place], self._rows[HISTORY + place]) for place in self._order)
 
 
 def _line_search(

@@ -223,6 +223,7 @@ def fit_linear(
     device, n_curve = rows.device, len(start.curve)
     sizes = [n_curve, start.weight.numel(), rows.n_classes]
     blocks = None if start.weight.dim() == 1 else _blocks_in_memory(rows)
+    penalties = strengths(rows, start.weight)
 
     def at(point: Tensor) -> Map:
         assert start.weight is not None and start.bias is not None
@@ -234,7 +235,7 @@ def fit_linear(
         )
 
     def objective(point: Tensor) -> tuple[float, Tensor]:
-        value, slopes = linear_gradient(rows, at(point), blocks)
+        value, slopes = linear_gradient(rows, at(point), blocks, penalties)
         assert slopes.weight is not None and slopes.bias is not None
         of_curve = (scales.curve.T @ slopes.curve).to(device)
         return value, torch.cat([of_curve, (slopes.weight * scales.weight).reshape(-1), slopes.bias * scales.bias])
@@ -244,25 +245,42 @@ def fit_linear(
     return Fit(at(found.point), found.value, found.evaluations, found.converged, pairs=found.pairs)
 
 
-def linear_gradient(rows: SplineRows, map: Map, blocks: Sequence[_Block] | None = None) -> tuple[float, Map]:
-    """J / W with its gradient in all parameters of a vector or matrix; ``blocks`` of :func:`_blocks_in_memory`."""
+def linear_gradient(
+    rows: SplineRows,
+    map: Map,
+    blocks: Sequence[_Block] | None = None,
+    penalties: tuple[Tensor, float] | None = None,
+) -> tuple[float, Map]:
+    """J / W with its gradient in all parameters of a vector or matrix.
+
+    Args:
+        rows: the rows.
+        map: the parameters.
+        blocks: result of :func:`_blocks_in_memory`.
+        penalties: result of :func:`strengths`, if known.
+    """
     assert map.weight is not None and map.bias is not None
     total, vector, device = rows.weight_sum, map.weight.dim() == 1, rows.device
     sizes = [1, len(map.curve), map.weight.numel(), rows.n_classes]
-    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    sums: Tensor | None = None
     for part, x, extra in _parts(rows, map, blocks):
         sums_of = spline_sums_for(part.input).spline_linear_sums
         value, of_curve, of_classes, of_one, slopes = sums_of(*_arguments(rows, part, map, extra), not vector)
-        of_linear = of_classes if x is None else slopes.T @ x
-        first = torch.cat([torch.tensor([value], dtype=torch.float64), of_curve]).to(device)
-        sums += torch.cat([first, of_linear.reshape(-1), of_one])
+        of_linear = of_classes if x is None else (slopes.T @ x).reshape(-1)
+        first = (torch.tensor([value], dtype=torch.float64), of_curve)
+        found = torch.cat([*(one.to(device) for one in first), of_linear, of_one])
+        sums = found if sums is None else sums.add_(found)
+    if sums is None:  # a process without rows
+        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     nll, of_curve, of_linear, of_one = (rows.source.add_up(sums) / total).split(sizes)
-    of_weight, of_bias = strengths(rows, map.weight)
+    of_weight, of_bias = strengths(rows, map.weight) if penalties is None else penalties
     pull = rows.factor / total * rows.penalty @ map.curve
-    value = float(nll) + float(map.curve @ pull) + _linear_penalty(rows, map)
+    of_square, of_bias_square = of_weight * map.weight, of_bias * map.bias
+    penalty = (of_square * map.weight).sum() + of_bias_square @ map.bias
+    value = float(nll) + float(map.curve @ pull) + float(penalty)
     slopes = Map(
-        2 * pull + of_curve.cpu(),
-        2 * of_weight * map.weight + of_linear.reshape(map.weight.shape),
-        2 * of_bias * map.bias + of_one,
+        torch.add(of_curve.cpu(), pull, alpha=2),
+        torch.add(of_linear.reshape(map.weight.shape), of_square, alpha=2),
+        torch.add(of_one, of_bias_square, alpha=2),
     )
     return value, slopes

@@ -3,14 +3,15 @@
 import copy
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_family import Family, fit_family
-from focalkern.calibrators._spline_module import SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
+from focalkern.ops.spline_map import map_by_pieces
 
 __all__ = ["FoldOf", "Predict", "SplineFolds", "why_not"]
 
@@ -48,12 +49,20 @@ class SplineFolds:
         candidates: spline scalings with one ``penalty`` and one ``input_kind``.
         fold_of: from the numbers of rows to their folds.
         folds: how many there are; 0 for none.
+        temperature: result of :func:`robust_temperature` of all rows, if known.
     """
 
-    def __init__(self, source: RowSource, candidates: Sequence[SplineScaling], fold_of: FoldOf, folds: int) -> None:
+    def __init__(
+        self,
+        source: RowSource,
+        candidates: Sequence[SplineScaling],
+        fold_of: FoldOf,
+        folds: int,
+        temperature: float | None = None,
+    ) -> None:
         first = candidates[0]
         members = {candidate._member() for candidate in candidates}
-        self._all = SplineRows.of(source, first.input_kind, float(first.penalty))
+        self._all = SplineRows.of(source, first.input_kind, float(first.penalty), temperature)
         self._family = fit_family(self._all, members)
         self._parts: list[Family] = []
         for k in range(folds):
@@ -72,15 +81,15 @@ class SplineFolds:
     def held_out(self, candidate: SplineScaling, k: int) -> Predict:
         """The fit without fold k, from input [n, C] float64 to log-probabilities."""
         map, rows = self._parts[k][candidate._member()].map, self._all
-        module = SplineLogProbs(
-            rows.temperature,
-            rows.floor,
-            float(map.curve[0]),
-            rows.spline.knots,
-            map.curve[1:],
-            map.weight,
-            map.bias,
-            candidate.input_kind,
-            masks=rows.masks,
-        )
-        return module.to(rows.device)
+        parameters = torch.tensor([1 + float(map.curve[0]), rows.temperature, rows.floor], dtype=torch.float64)
+        # As SplineLogProbs, with the polynomials of the knots that all folds share.
+        of_curve = (rows.spline.knots, rows.spline.coefficients(map.curve[1:]))
+        knots, coefficients = (one.to(rows.device) for one in of_curve)
+        is_probs = candidate.input_kind == "probs"
+        keep_zeros = rows.masks and not is_probs
+
+        def predict(input: Tensor) -> Tensor:
+            arguments = (input, parameters, knots, coefficients, map.weight, map.bias, is_probs, keep_zeros)
+            return map_by_pieces(*arguments, keep_order=False, log=True)
+
+        return predict

@@ -1,5 +1,7 @@
 """The scalar curve under the condition that it keeps the order of the classes of every row."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ _PASSES = 10
 _DONE = 1e-7  # of J / W
 
 
+@functools.lru_cache(maxsize=4)  # the folds of a cross-validation share their spline
 def order_conditions(spline: NaturalSpline, n_classes: int, points: int, mirrored: int) -> tuple[Tensor, Tensor]:
     r"""Rows A [n, m + 1] and c [n] such that A (a, f) + c >= 0 keeps the order of the classes of every row.
 

@@ -187,7 +187,7 @@ def run_study(
     resamples: int | None = None,
     seed: int = 0,
     accept_risk: float | None = None,
-    whole_grid: bool = True,
+    brief: bool = False,
 ) -> Study:
     """Fit and choose calibrators on ``validation``, and score them on ``test``.
 
@@ -213,8 +213,8 @@ def run_study(
         resamples: number of resamples of the bootstrap on ``test``; 0 for none, :func:`default_resamples` when None.
         seed: random seed of the folds and of the resamples.
         accept_risk: the largest error rate of accepted rows; None for no threshold.
-        whole_grid: False if nobody reads ``Study.grid``: of samples in memory ``method="auto"`` then computes only the
-            cells of the grid that may have the lowest ECE.
+        brief: for ``method="auto"`` and samples in memory, compute only the verdict and its scores on the test samples:
+            no remarks, and of the grid the cells that may have the lowest ECE.
     """
     same = test is validation
     validation = as_samples(validation)
@@ -238,7 +238,7 @@ def run_study(
         criterion=proper,
         folds=min(folds, len(validation)) if auto else 0,
         seed=seed,
-        lowest_of=((0.0,), tuple(gammas)) if auto and not whole_grid else (),
+        lowest_of=((0.0,), tuple(gammas)) if auto and brief else (),
     )
     grid = searched.grid
     cross_validation = None
@@ -286,7 +286,8 @@ def run_study(
         if by_derivatives or (search == "grid" and binning is None):
             keys = [(one.method, one.criterion) for one in results]
             chosen = keys.index((method, criterion)) if (method, criterion) in keys else None
-    results = scored(results, validation, test, n_bins)
+    only_test = ("accuracy", "nll", "brier", f"ece_{report_estimator}") if brief else None
+    results = scored(results, validation, test, n_bins, only_test)
     n_resamples = default_resamples(test) if resamples is None else resamples
     n_resamples = n_resamples if test.processes.rank == 0 else 0  # it has the results
     comparison = Comparison(
@@ -304,7 +305,7 @@ def run_study(
     return Study(
         **vars(comparison),
         verdict=judge(comparison, accept),
-        remarks=remarks(comparison, intervals_expected=resamples is None),
+        remarks=() if brief else remarks(comparison, intervals_expected=resamples is None),
         accept=accept,
     )
 

@@ -1,6 +1,6 @@
 """Results of a comparison: fitted calibrators, their scores, and intervals of the scores. No rendering here."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from focalkern.metrics import AcceptThreshold
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.grid_search import GridSearch
 from focalkern.study.samples import Samples, Scaling, scaling_or_none
-from focalkern.study.scores import score
+from focalkern.study.scores import Scored, score
 
 __all__ = ["SCALINGS", "CalibratorResult", "Comparison", "Intervals", "JudgedComparison", "at_bound", "scored"]
 
@@ -30,7 +30,8 @@ class CalibratorResult:
             no calibration, histogram binning alone, other candidates, and calibrators from a file.
         calibrator: fitted; of no calibration, a temperature scaling with T = 1. None where the criterion is finite
             nowhere, or where the fit failed.
-        validation, test: scores by name, on the validation samples and on the test samples; None without a calibrator.
+        validation, test: scores by name, on the validation samples and on the test samples; None without a calibrator,
+            and on the validation samples in a sweep.
         search: how gamma and T were found.
         cross_validated: whether it was a candidate of the cross-validation.
         error_bound: error bound of the equal-mass ECEs on the test samples; 0 where they are exact.
@@ -128,17 +129,32 @@ def at_bound(result: CalibratorResult) -> dict[str, str]:
 
 
 def scored(
-    results: Sequence[CalibratorResult], validation: Samples, test: Samples, n_bins: int
+    results: Sequence[CalibratorResult],
+    validation: Samples,
+    test: Samples,
+    n_bins: int,
+    only_test: Collection[str] | None = None,
 ) -> list[CalibratorResult]:
-    """The results with their scores; a result without a calibrator is unchanged."""
+    """The results with their scores; a result without a calibrator is unchanged.
+
+    Args:
+        results: without scores.
+        validation, test, n_bins: what to score on, and the bins.
+        only_test: names of scores; only these are computed, on the test samples. None for all on both.
+    """
     fitted = [one.calibrator for one in results if one.calibrator is not None]
-    on_validation = score(validation, fitted, n_bins)
-    on_test = on_validation if test is validation else score(test, fitted, n_bins)
+    on_validation: Sequence[Scored | None] = [None] * len(fitted)
+    if only_test is None:
+        on_validation = of_both = score(validation, fitted, n_bins)
+        on_test = of_both if test is validation else score(test, fitted, n_bins)
+    else:
+        on_test = score(test, fitted, n_bins, only_test)
     found = iter(zip(on_validation, on_test, strict=True))
 
     def with_scores(result: CalibratorResult) -> CalibratorResult:
         of_validation, of_test = next(found)
-        return replace(result, validation=of_validation.scores, test=of_test.scores, error_bound=of_test.bound)
+        before = None if of_validation is None else of_validation.scores
+        return replace(result, validation=before, test=of_test.scores, error_bound=of_test.bound)
 
     return [one if one.calibrator is None else with_scores(one) for one in results]
 

@@ -1,6 +1,6 @@
 """Scores of calibrators, from sums over batches of samples."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
 NO_LABEL = torch.iinfo(torch.int64).min  # no label is ignored
 # With more samples than MOST_KEPT, scores of equal mass come from so many buckets of the confidences.
 _BUCKETS = 1 << 18
+_BY_CLASS = "classwise_ece_equal_width"
 
 Cell = tuple[float, float]
 """(gamma, T), which replaces a fitted scaling."""
@@ -56,7 +57,9 @@ def predictions(calibrator: Any, input: Tensor) -> Tensor | None:
     return None
 
 
-def score(samples: Samples, calibrators: Sequence[Any], n_bins: int) -> list["Scored"]:
+def score(
+    samples: Samples, calibrators: Sequence[Any], n_bins: int, wanted: Collection[str] = tuple(SCORES)
+) -> list["Scored"]:
     """Scores and reliability bins of every calibrator, in float64.
 
     Samples in files take one pass, and no pass where an earlier call has the results.
@@ -65,9 +68,10 @@ def score(samples: Samples, calibrators: Sequence[Any], n_bins: int) -> list["Sc
         samples: those to score on.
         calibrators: fitted; or (gamma, T).
         n_bins: number of bins of every ECE.
+        wanted: the scores; of samples in files always all.
     """
     if samples.memory is not None:  # one after the other, because confidences take memory
-        found = (_pass(samples, [one], n_bins)[0] for one in calibrators)
+        found = (_pass(samples, [one], n_bins, wanted)[0] for one in calibrators)
         return [replace(one, confidence=torch.zeros(0), correct=torch.zeros(0)) for one in found]
     keys = [_cell(one) or one for one in calibrators]
     known = samples.scored
@@ -147,7 +151,7 @@ class Scored:
     """Scores and reliability bins of one calibrator, over the samples of all processes.
 
     Attributes:
-        scores: :data:`SCORES` by name.
+        scores: by name, those of :data:`SCORES` that are wanted.
         bins: equal_width.
         confidence, correct: [N] float64 and [N] bool on rank 0, of samples in files; empty if there are too many.
         bound: error bound of the equal-mass ECEs; 0 where they are exact. The equal-width ECE is exact.
@@ -171,8 +175,10 @@ def _cell(calibrator: Any) -> Cell | None:
     return None if scaling is None else (scaling.gamma_, scaling.temperature_)
 
 
-def _pass(samples: Samples, calibrators: Sequence[Any], n_bins: int) -> list[Scored]:
-    sums = [_Sums(samples, one, n_bins) for one in calibrators]
+def _pass(
+    samples: Samples, calibrators: Sequence[Any], n_bins: int, wanted: Collection[str] = tuple(SCORES)
+) -> list[Scored]:
+    sums = [_Sums(samples, one, n_bins, wanted) for one in calibrators]
     counts = _Counts(samples) if samples.facts is None else None
     for _, input, target, _ in samples.batches("measure"):
         if not len(target):
@@ -212,7 +218,8 @@ class _Counts:
 class _Sums:
     """Sums over the samples of this process, for :class:`Scored`."""
 
-    def __init__(self, samples: Samples, calibrator: Any, n_bins: int) -> None:
+    def __init__(self, samples: Samples, calibrator: Any, n_bins: int, wanted: Collection[str]) -> None:
+        self.wanted, self.by_class = wanted, _BY_CLASS in wanted
         self.calibrator, self.kind, self.n_bins = calibrator, samples.kind, n_bins
         self.edges = torch.tensor([k / n_bins for k in range(1, n_bins)], dtype=torch.float64)
         self.offsets = torch.arange(samples.n_classes) * n_bins
@@ -240,10 +247,11 @@ class _Sums:
         nll = -log_probs.gather(1, index).sum()
         probs = log_probs.exp_()
         confidence = probs.amax(-1)
-        place = torch.bucketize(probs, self.edges).add_(self.offsets).view(-1)
+        place = torch.bucketize(probs, self.edges).add_(self.offsets).view(-1) if self.by_class else None
         probs.scatter_add_(1, index, probs.new_tensor(-1.0).expand_as(index))  # from here on: minus [target = class]
-        self.excess += torch.bincount(place, weights=probs.view(-1), minlength=len(self.excess))
-        self.losses += torch.stack([nll, probs.square().sum()])
+        if place is not None:
+            self.excess += torch.bincount(place, weights=probs.view(-1), minlength=len(self.excess))
+        self.losses += torch.stack([nll, probs.square_().sum()])
         place = torch.bucketize(confidence, self.edges)
         for sums, weights in zip(self.bins, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
             sums += torch.bincount(place, weights=weights, minlength=self.n_bins)
@@ -273,13 +281,15 @@ class _Sums:
             "nll": float(self.losses[0]) / n,
             "brier": float(self.losses[1]) / n,
             "ece_equal_width": float(metrics.expected_error(bins)),
-            "classwise_ece_equal_width": float(self.excess.abs().sum()) / (n * samples.n_classes),
+            _BY_CLASS: float(self.excess.abs().sum()) / (n * samples.n_classes),
         }
         confidence, correct = processes.to_first(self.confidence), processes.to_first(self.correct).bool()
         bound = 0.0
         if self.buckets is not None:
             processes.reduce(self.buckets)
         for estimator in ("equal_mass", "equal_mass_interp"):
+            if f"ece_{estimator}" not in self.wanted:
+                continue
             if self.buckets is None:
                 ece = metrics.expected_calibration_error(
                     confidence=confidence, correct=correct, n_bins=self.n_bins, estimator=estimator
@@ -292,7 +302,7 @@ class _Sums:
                 ece = state.compute().tables["ece"]
                 bound = max(bound, float(state.error_bound("ece")))
             scores[f"ece_{estimator}"] = float(ece)
-        return Scored({name: scores[name] for name in SCORES}, bins, confidence, correct, bound)
+        return Scored({name: scores[name] for name in SCORES if name in self.wanted}, bins, confidence, correct, bound)
 
     def _new_buckets(self, gamma: float, temperature: float, kind: InputKind) -> CalibrationGridState:
         return CalibrationGridState(

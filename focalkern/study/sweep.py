@@ -309,7 +309,7 @@ def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception],
     try:
         with _one_thread():
             validation, test, split = _halves(read_sets(name, **reader), settings["seed"])
-            study = run_study(validation, test, resamples=0, whole_grid=False, **study_options)
+            study = run_study(validation, test, resamples=0, brief=True, **study_options)
     except Exception as error:  # an error in one file must not stop the others
         expected = isinstance(error, InputError | ValueError | OSError)
         reason = " ".join(words(error).removeprefix(f"{name}: ").split())
