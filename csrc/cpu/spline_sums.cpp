@@ -23,6 +23,12 @@ FK_HOST_DEVICE Four powers_of(double s) {
 }
 FK_HOST_DEVICE void add_to(double* sums, const Four& terms) { store_simd(load_simd<Four>(sums) + terms, sums); }
 
+// Adds log sum of each row to t.shared. NaN stays NaN.
+FK_VECTOR_CLONES void add_log_sums(const SplineTile& t) {
+#pragma omp simd
+  for (int64_t r = 0; r < t.n_rows; ++r) t.shared[r] += logarithm_of_normal(t.sum[r]) + (t.sum[r] - t.sum[r]);
+}
+
 // p of the tile in f, without the division by sum; the loss of each row in t.shared.
 void softmax_and_loss(const SplineInput& input, const CurveTables& curve, const SplineScores& scores,
                       const SplineTargets& targets, int64_t row, const SplineTile& t) {
@@ -34,7 +40,7 @@ void softmax_and_loss(const SplineInput& input, const CurveTables& curve, const 
     t.shared[r] = t.score_top[r] - t.f[r * t.row_stride + targets.target[row + r] * t.class_stride];
   }
   softmax_of_scores<false>(t);
-  for (int64_t r = 0; r < t.n_rows; ++r) t.shared[r] += std::log(t.sum[r]);
+  add_log_sums(t);
 }
 
 // ---- gradient and Hessian in the curve -----------------------------------------------------------------------------
@@ -174,6 +180,8 @@ FK_VECTOR_CLONES void residuals_of_tile(const SplineTile& t, const SplineTargets
 FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sums) {
   const bool by_class = !sums.bias.empty();
   if (t.column) {
+    // Four copies: entries of one piece follow each other, and an addition to memory waits for the one before.
+    double moments[4][kSize][4] = {};
     for (int64_t c = 0; c < t.classes; ++c) {
       const double *r = t.f + c * kSplineTileRows, *s = t.u + c * kSplineTileRows, *x = t.x + c * kSplineTileRows;
       double of_class = 0, of_x = 0;
@@ -188,7 +196,10 @@ FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sum
         sums.weight[c] += of_x;
       }
       const uint8_t* piece = t.piece + c * kSplineTileRows;
-      for (int64_t i = 0; i < t.n_rows; ++i) add_to(sums.moments[piece[i]], r[i] * powers_of(s[i]));
+      for (int64_t i = 0; i < t.n_rows; ++i) add_to(moments[i & 3][piece[i]], r[i] * powers_of(s[i]));
+    }
+    for (int64_t i = 0; i < kSize; ++i) {
+      for (const auto& copy : moments) add_to(sums.moments[i], load_simd<Four>(copy[i]));
     }
     return;
   }

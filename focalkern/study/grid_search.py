@@ -30,7 +30,7 @@ _MEASURED_CELLS = 4
 # A float32 confidence 1 / (1 + R) is off by R / (1 + R)^2 times the error of log R, which is a few units of rounding
 # (6e-8) times (1 + gamma) (1 + |log R|): with the paper's gammas less than 1e-5. The margin is ten times that.
 _FLOAT32_MARGIN = 1e-4
-_FIRST_CELLS = 8  # the kernel computes as many temperatures at once
+_FIRST_CELLS = 16  # the kernel computes as many temperatures at once
 
 
 @dataclass(frozen=True)
