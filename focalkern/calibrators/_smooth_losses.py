@@ -48,10 +48,18 @@ def coarse_table(
     gammas: tuple[float, ...],
     temperatures: list[float],
 ) -> np.ndarray:
-    """[gammas, temperatures], for starts: of some of the rows, where each counts the same."""
+    """[gammas, temperatures], for starts: of some of the rows, where each counts the same; in float32 at most."""
     step = max(1, len(input) // max(_TABLE_ROWS, _TABLE_NUMBERS // input.shape[1]))
-    some = input[::step].contiguous(), target[::step].contiguous()
-    grid = every_row_grid("fit", *some, gammas, temperatures, criteria=(criterion,), input_kind=input_kind)
+    some = input[::step]
+    if some.dtype == torch.float64:  # a class that is possible stays so
+        limits = torch.finfo(torch.float32)
+        if input_kind == "logits":
+            some = (some - some.amax(1, keepdim=True)).clamp(min=limits.min / 2)
+        else:
+            some = some.clamp(min=limits.tiny).where(some > 0, 0.0)
+        some = some.to(torch.float32)
+    rows = some.contiguous(), target[::step].contiguous()
+    grid = every_row_grid("fit", *rows, gammas, temperatures, criteria=(criterion,), input_kind=input_kind)
     table: np.ndarray = grid.tables[criterion].cpu().numpy()
     return table
 
