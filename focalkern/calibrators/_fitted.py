@@ -281,8 +281,18 @@ class Fitted(Parameters):
             )
         return input
 
+    # Whether the operator behind _apply rejects rows that are no distributions.
+    _operator_checks = False
+
     def _applied(self, logits: Any, *, log: bool) -> Tensor:
-        return self._named(functools.partial(self._after_floor, log=log), self._input(logits))
+        if not self._operator_checks:
+            return self._named(functools.partial(self._after_floor, log=log), self._input(logits))
+        input = self._of_fit(logits)
+        try:
+            return self._after_floor(input, log=log)
+        except (TypeError, ValueError) as error:
+            check_values(type(self).__name__, input, self.input_kind)
+            raise renamed(type(self).__name__, error) from None
 
     def _after_floor(self, input: Tensor, *, log: bool) -> Tensor:
         if not self.input_floor_:
@@ -297,12 +307,17 @@ class Fitted(Parameters):
             raise renamed(type(self).__name__, error) from None
 
     def _kept_module(self, make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
-        """The module of ``make`` on the device, made once per fit, because making it takes longer than a row."""
-        modules: dict[Any, torch.nn.Module] = vars(self).setdefault("_modules", {})
+        """The module of ``make`` on the device, made once per fit."""
+        module: torch.nn.Module = self._kept(lambda: make().to(device), device)
+        return module
+
+    def _kept(self, make: Callable[[], Any], device: torch.device) -> Any:
+        """The result of ``make`` for a device, made once per fit, because making it takes longer than a row."""
+        made: dict[Any, Any] = vars(self).setdefault("_modules", {})
         key = device, self.input_kind
-        if key not in modules:
-            modules[key] = make().to(device)
-        return modules[key]
+        if key not in made:
+            made[key] = make()
+        return made[key]
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "n_classes_"):
@@ -317,7 +332,9 @@ def _like(given: Any, result: Tensor) -> Any:
 def renamed(name: str, error: Exception) -> Exception:
     """Errors of an operator or a nested calibrator name the calibrator that was called."""
     who, _, words = str(error).partition(": ")
-    known = who == "focal_calibration_map" or who in {kind.__name__ for kind in BY_METHOD.values()}
+    known = who in ("focal_calibration_map", "spline_calibration_map") or who in {
+        kind.__name__ for kind in BY_METHOD.values()
+    }
     if not known or not words.startswith(("input ", "logits ")):
         return error
     return type(error)(f"{name}: logits {words.split(' ', 1)[1]}")

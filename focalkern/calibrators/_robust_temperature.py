@@ -19,7 +19,8 @@ from focalkern.calibrators._spline_features import (
     robust_temperature,
     temperature_sums,
 )
-from focalkern.calibrators._spline_module import FlooredLogProbs
+from focalkern.calibrators._spline_module import FlooredLogProbs, MapArguments
+from focalkern.ops.spline_map import map_by_pieces
 
 __all__ = ["RobustTemperatureScaling"]
 
@@ -106,10 +107,11 @@ class RobustTemperatureScaling(FitsBatches):
             "best_value_": float(temperature_sums(source, self.input_kind, beta, floor)[0]),
         }
 
+    _operator_checks = True
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        module = self._kept_module(self._module, input.device)
-        assert isinstance(module, FlooredLogProbs)
-        return module.mapped(input, log=log)
+        arguments: MapArguments = self._kept(lambda: self._module().to(input.device).arguments(), input.device)
+        return map_by_pieces(input, *arguments, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         names = ("temperature_", "floor_", "masks_")

@@ -12,8 +12,8 @@ from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern._types import CRITERIA, PROPER, Criterion, Estimator, InputKind, Proper
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, as_map, as_number
-from focalkern.calibrators._fit_data import FitData, check_values
-from focalkern.calibrators._fitted import Layout, renamed
+from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
 from focalkern.calibrators._newton_search import check_finite_nll
 from focalkern.calibrators._parameters import as_numbers, kept_axis
@@ -253,13 +253,7 @@ class Scaling(Calibrator):
         }
         return fitted if found.grid is None else {**fitted, "grid_": found.grid}
 
-    def _applied(self, logits: Any, *, log: bool) -> Tensor:
-        input = self._of_fit(logits)
-        try:
-            return self._after_floor(input, log=log)
-        except (TypeError, ValueError) as error:  # the operator rejects rows that are no distributions
-            check_values(type(self).__name__, input, self.input_kind)
-            raise renamed(type(self).__name__, error) from None
+    _operator_checks = True
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         return focal_calibration_map(input, self.gamma_, self.temperature_, input_kind=self.input_kind, log=log)

@@ -19,8 +19,9 @@ from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS
 from focalkern.calibrators._spline_fit import LBFGS_STEPS, Fit, curve_derivatives
-from focalkern.calibrators._spline_module import SplineLogProbs
+from focalkern.calibrators._spline_module import MapArguments, SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
+from focalkern.ops.spline_map import map_by_pieces
 
 __all__ = ["SplineKind", "SplineScaling"]
 
@@ -242,10 +243,11 @@ class SplineScaling(FitsBatches):
             found.append(f"the fit ended after {LBFGS_STEPS} steps short of its optimum (a larger penalty)")
         return found
 
+    _operator_checks = True
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        module = self._kept_module(self._module, input.device)
-        assert isinstance(module, SplineLogProbs)
-        return module.mapped(input, log=log)
+        arguments: MapArguments = self._kept(lambda: self._module().to(input.device).arguments(), input.device)
+        return map_by_pieces(input, *arguments, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         top = {name[:-1]: getattr(self, name) for name in ("temperature_", "floor_", "slope_", "masks_")}

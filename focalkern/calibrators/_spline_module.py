@@ -10,7 +10,10 @@ from focalkern.calibrators._spline_curve import NaturalSpline, evaluate
 from focalkern.calibrators._spline_features import as_scores, features, floored
 from focalkern.ops.spline_map import map_by_pieces
 
-__all__ = ["FlooredLogProbs", "SplineLogProbs"]
+__all__ = ["FlooredLogProbs", "MapArguments", "SplineLogProbs"]
+
+MapArguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, bool, bool]
+"""The arguments of :func:`map_by_pieces` between the input and ``log``."""
 
 
 class FlooredLogProbs(ExactBuffers):
@@ -63,13 +66,15 @@ class FlooredLogProbs(ExactBuffers):
         if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
             log_probs = self._plain(input)
             return log_probs if log else log_probs.exp()
+        return map_by_pieces(input, *self.arguments(), log=log)
+
+    def arguments(self) -> MapArguments:
+        """The map with these numbers."""
         slope, knots, coefficients, weight, bias = self._curve()
         parameters = torch.tensor([1 + slope, self.temperature, self.floor], dtype=torch.float64)
         is_probs = self.input_kind == "probs"
         keep_zeros = self.masks and not is_probs
-        return map_by_pieces(
-            input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, self.keep_order, log
-        )
+        return parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, self.keep_order
 
     def _curve(self) -> tuple[float, Tensor, Tensor, Tensor | None, Tensor | None]:
         """a, knots, coefficients, weight and bias; without a curve, f = 0."""
