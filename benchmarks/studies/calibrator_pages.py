@@ -180,6 +180,7 @@ def page(path: Path) -> str:
         f"Paired differences, all validation rows, with 95 % intervals:\n\n{pairs(rows)}",
         verdict(rows),
         few_rows(rows),
+        "<!-- each network -->",
         markdown(body, heads),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
