@@ -18,15 +18,15 @@ inline constexpr const char* kFocalLossCompositeSchema =
     "kind=0, float epsilon=0.0) -> Tensor";
 inline constexpr const char* kSigmoidLossForwardSchema =
     "sigmoid_loss_forward(Tensor input, Tensor target, Tensor gamma, Tensor? second, Tensor? weight, Tensor? "
-    "scores, int kind, float margin, int reduction, int ignore_index, bool float32_loss) -> (Tensor loss, Tensor "
+    "scores, int kind, float constant, int reduction, int ignore_index, bool float32_loss) -> (Tensor loss, Tensor "
     "divisor)";
 inline constexpr const char* kSigmoidLossBackwardSchema =
     "sigmoid_loss_backward(Tensor grad, Tensor input, Tensor target, Tensor gamma, Tensor? second, Tensor? "
-    "weight, Tensor? scores, Tensor divisor, int kind, float margin, int reduction, int ignore_index, bool[4] "
+    "weight, Tensor? scores, Tensor divisor, int kind, float constant, int reduction, int ignore_index, bool[4] "
     "needed) -> (Tensor grad_input, Tensor grad_target, Tensor grad_gamma, Tensor grad_second)";
 inline constexpr const char* kSigmoidLossCompositeSchema =
     "sigmoid_loss_composite(Tensor input, Tensor target, Tensor gamma, Tensor? second, Tensor? weight, Tensor? "
-    "scores, int kind, float margin, int reduction, int ignore_index, bool float32_loss) -> Tensor";
+    "scores, int kind, float constant, int reduction, int ignore_index, bool float32_loss) -> Tensor";
 inline constexpr const char* kCalibrationMapForwardSchema =
     "calibration_map_forward(Tensor input, Tensor gamma, Tensor temperature, int kind, bool log_output, bool "
     "wide, bool validate) -> Tensor";

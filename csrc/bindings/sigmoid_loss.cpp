@@ -6,9 +6,10 @@
 //   sigmoid_loss_composite -> loss              in differentiable torch operations, by focalkern.fallback
 //
 // `scores` come with labels: the target at the label's class, which is 1 without scores.
-// `second` is gamma_positive for the asymmetric loss and alpha for the others; without it a loss has no alpha. `margin`
-// is the margin of the asymmetric loss. math/scored_loss.h gives its meaning for the losses in that file.
-// Derivatives of higher order, torch.func transforms and forward-mode tangents go through sigmoid_loss_composite.
+// `second` is gamma_positive for the asymmetric loss and alpha for the others; without it a loss has no alpha.
+// `constant` is the margin of the asymmetric loss and the floor of IA-BCE; for the varifocal and the matchability loss
+// it is 1 if p^gamma is a constant for the gradient, else 0. Derivatives of higher order, torch.func transforms and
+// forward-mode tangents go through sigmoid_loss_composite.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -26,25 +27,25 @@ namespace {
 // dispatch key.
 template <auto function>
 auto unpacked(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& second,
-              const OptionalTensor& weight, const OptionalTensor& scores, int64_t kind, double margin,
+              const OptionalTensor& weight, const OptionalTensor& scores, int64_t kind, double constant,
               int64_t reduction, int64_t ignore_index, bool float32_loss) {
   return function(Inputs{input, target, gamma, second, weight, scores},
-                  options_of(kind, margin, reduction, ignore_index, float32_loss));
+                  options_of(kind, constant, reduction, ignore_index, float32_loss));
 }
 
 template <auto function>
 auto unpacked_backward(const Tensor& grad, const Tensor& input, const Tensor& target, const Tensor& gamma,
                        const OptionalTensor& second, const OptionalTensor& weight, const OptionalTensor& scores,
-                       const Tensor& divisor, int64_t kind, double margin, int64_t reduction, int64_t ignore_index,
+                       const Tensor& divisor, int64_t kind, double constant, int64_t reduction, int64_t ignore_index,
                        std::array<bool, 4> needed) {
   return function(grad, Inputs{input, target, gamma, second, weight, scores}, divisor,
-                  options_of(kind, margin, reduction, ignore_index), needed);
+                  options_of(kind, constant, reduction, ignore_index), needed);
 }
 
 template <typename Operator>
 auto call_packed(const Operator& op, const Inputs& inputs, const Options& options) {
   return op.call(inputs.input, inputs.target, inputs.gamma, inputs.second, inputs.weight, inputs.scores,
-                 static_cast<int64_t>(options.kind), options.margin, options.reduction, options.ignore_index,
+                 static_cast<int64_t>(options.kind), options.constant, options.reduction, options.ignore_index,
                  options.float32_loss);
 }
 
@@ -129,7 +130,7 @@ struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
         find_operator<decltype(unpacked_backward<&backward_meta>)>("focalkern::sigmoid_loss_backward");
     auto [grad_input, grad_target, grad_gamma, grad_second] =
         op.call(grad, input, target, gamma, second, weight, scores, divisor, static_cast<int64_t>(options.kind),
-                options.margin, options.reduction, options.ignore_index, needed);
+                options.constant, options.reduction, options.ignore_index, needed);
     if (needed[0]) result[0] = std::move(grad_input);
     if (needed[1]) result[1] = std::move(grad_target);
     if (needed[2]) result[2] = std::move(grad_gamma);
@@ -149,7 +150,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Inputs& inputs, const Options&
 // Gammas are Python numbers or tensors; the function is called with the GIL held.
 Tensor sigmoid_loss_entry(const Tensor& input, const Tensor& target, const pybind11::object& gamma,
                           const pybind11::object& second, const OptionalTensor& weight, const OptionalTensor& scores,
-                          int64_t kind, double margin, int64_t reduction, int64_t ignore_index) {
+                          int64_t kind, double constant, int64_t reduction, int64_t ignore_index) {
   const auto as_tensor = [](const pybind11::object& value) {
     return PyFloat_Check(value.ptr()) ? at::scalar_tensor(PyFloat_AS_DOUBLE(value.ptr()), at::kDouble)
                                       : value.cast<Tensor>();
@@ -157,7 +158,7 @@ Tensor sigmoid_loss_entry(const Tensor& input, const Tensor& target, const pybin
   const Tensor gamma_tensor = as_tensor(gamma);
   const OptionalTensor second_tensor = second.is_none() ? OptionalTensor() : OptionalTensor(as_tensor(second));
   const pybind11::gil_scoped_release release;
-  const Options options = options_of(kind, margin, reduction, ignore_index, autocasts(input));
+  const Options options = options_of(kind, constant, reduction, ignore_index, autocasts(input));
   const Inputs inputs{input, target, gamma_tensor, second_tensor, weight, scores};
   const Tensor second_or_none = second_tensor.value_or(Tensor()), weight_or_none = weight.value_or(Tensor());
   const Tensor scores_or_none = scores.value_or(Tensor());

@@ -16,7 +16,7 @@ namespace {
 
 struct Options {
   SigmoidLoss kind;
-  double margin;
+  double constant;
   int64_t reduction;
   int64_t ignore_index;
   bool float32_loss;  // a half-precision loss is returned as float32, as autocast requires
@@ -50,8 +50,8 @@ SigmoidLoss checked_kind(int64_t kind) {
   return static_cast<SigmoidLoss>(kind);
 }
 
-Options options_of(int64_t kind, double margin, int64_t reduction, int64_t ignore_index, bool float32_loss = false) {
-  return {checked_kind(kind), margin, reduction, ignore_index, float32_loss};
+Options options_of(int64_t kind, double constant, int64_t reduction, int64_t ignore_index, bool float32_loss = false) {
+  return {checked_kind(kind), constant, reduction, ignore_index, float32_loss};
 }
 
 // Integer targets with one dim less than the input are labels.
@@ -132,8 +132,9 @@ void check_arguments(const Inputs& inputs, const Options& options) {
     check_broadcast(op, "weight", *weight, input);
     check_constant(op, "weight", *weight);
   }
-  TORCH_CHECK_VALUE(options.margin >= 0 && (options.margin < 1 || (options.margin == 1 && is_scored(options.kind))), op,
-                    ": margin must be in [0, 1), got ", options.margin);
+  TORCH_CHECK_VALUE(
+      options.constant >= 0 && (options.constant < 1 || (options.constant == 1 && is_scored(options.kind))), op,
+      ": margin must be in [0, 1), got ", options.constant);
   TORCH_CHECK_VALUE(options.reduction >= kNone && options.reduction <= kSum, op,
                     ": reduction must be 0 (none), 1 (mean) or 2 (sum), got ", options.reduction);
 }
@@ -201,7 +202,7 @@ void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration<Tensor>& walk, Oper
   const auto& [input, target, gamma, second, weight, scores] = inputs;
   const auto real = compute_dtype(input.scalar_type());
   args.loss_kind = options.kind;
-  args.margin = static_cast<compute_t<Scalar>>(options.margin);
+  args.constant = static_cast<compute_t<Scalar>>(options.constant);
   args.ignore_index = options.ignore_index;
   args.target_is_labels = is_labels(input, target);
   args.classes = input.dim() > 0 ? input.size(class_dim_of(input)) : 1;

@@ -96,7 +96,8 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
     if (!everything) continue;
     view.input = reader.input(n);
     if (view.targets == Targets::kLabels) reader.write_shares(n);
-    with_loss<Scalar>(args, false, [&](auto formula) { slopes_loop<decltype(formula)>(view, args.margin, n, slopes); });
+    with_loss<Scalar>(args, false,
+                      [&](auto formula) { slopes_loop<decltype(formula)>(view, args.constant, n, slopes); });
     for (auto [slope, to] : {std::pair(slopes.target, args.grad_target), std::pair(slopes.gamma, args.grad_gamma),
                              std::pair(slopes.second, args.grad_second)}) {
       if (to == nullptr) continue;

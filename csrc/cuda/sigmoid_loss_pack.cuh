@@ -244,7 +244,7 @@ __device__ __forceinline__ void each_pack(const SigmoidLossArgs<Scalar>& args, c
 
 template <typename Loss, bool kHard, PowerKind kind, typename Scalar, typename Take>
 __device__ __forceinline__ void each_of_kind(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
-                                             compute_t<Scalar> margin, Take take) {
+                                             compute_t<Scalar> constant, Take take) {
   using Real = compute_t<Scalar>;
   const auto power = [&](Real exponent, const SmallPower<Real>& small) {
     if constexpr (kind == PowerKind::kSquare) return Square<Real>{};
@@ -254,7 +254,7 @@ __device__ __forceinline__ void each_of_kind(const Pack<Scalar>& pack, const Pla
   const auto gamma = power(numbers.gamma, numbers.small);
   const auto gamma_positive = power(numbers.gamma_positive, numbers.small_positive);
   const SigmoidParameters<Real, std::decay_t<decltype(gamma)>> with{
-      gamma, gamma_positive, numbers.positive, numbers.negative, margin, numbers.scored};
+      gamma, gamma_positive, numbers.positive, numbers.negative, constant, numbers.scored};
   constexpr int kSize = kVectorSize<Scalar>;
   if constexpr (kHard && kHasScores<Loss>) {
     SigmoidTerms<Real> of_score = {};
@@ -274,23 +274,23 @@ __device__ __forceinline__ void each_of_kind(const Pack<Scalar>& pack, const Pla
 // Calls take(e, terms) for every element of the vector.
 template <typename Loss, bool kHard, typename Scalar, typename Take>
 __device__ __forceinline__ void each_of(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
-                                        compute_t<Scalar> margin, Take take) {
+                                        compute_t<Scalar> constant, Take take) {
   if (numbers.power == PowerKind::kSquare) {
-    each_of_kind<Loss, kHard, PowerKind::kSquare>(pack, numbers, margin, take);
+    each_of_kind<Loss, kHard, PowerKind::kSquare>(pack, numbers, constant, take);
   } else if (numbers.power == PowerKind::kSmall) {
-    each_of_kind<Loss, kHard, PowerKind::kSmall>(pack, numbers, margin, take);
+    each_of_kind<Loss, kHard, PowerKind::kSmall>(pack, numbers, constant, take);
   } else {
-    each_of_kind<Loss, kHard, PowerKind::kAny>(pack, numbers, margin, take);
+    each_of_kind<Loss, kHard, PowerKind::kAny>(pack, numbers, constant, take);
   }
 }
 
 template <typename Loss, Targets targets, typename Scalar, typename Take>
 __device__ __forceinline__ void each(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
-                                     compute_t<Scalar> margin, Take take) {
+                                     compute_t<Scalar> constant, Take take) {
   if ((targets != Targets::kDense && !kHasScores<Loss>) || pack.is_hard) {
-    each_of<Loss, true>(pack, numbers, margin, take);
+    each_of<Loss, true>(pack, numbers, constant, take);
   } else {
-    each_of<Loss, false>(pack, numbers, margin, take);
+    each_of<Loss, false>(pack, numbers, constant, take);
   }
 }
 

@@ -139,9 +139,9 @@ struct Element {
 };
 
 template <typename Loss, typename Real>
-__device__ __forceinline__ SigmoidTerms<Real> terms_of(const Element<Real>& found, Real margin, ScoredLoss scored) {
+__device__ __forceinline__ SigmoidTerms<Real> terms_of(const Element<Real>& found, Real constant, ScoredLoss scored) {
   const SigmoidParameters<Real, Power<Real>> with{
-      found.gamma, found.gamma_positive, found.positive, found.negative, margin, scored};
+      found.gamma, found.gamma_positive, found.positive, found.negative, constant, scored};
   return Loss::template terms<false>(found.x, found.share, with);
 }
 
@@ -226,7 +226,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_fo
       const Position at = plan.walks ? position_of(args, nullptr, element) : Position{};
       const Element<Real> found = element_at(args, plan, element, at, load_as_compute(packs.input.at[e]),
                                              static_cast<Real>(load_as_compute(packs.target.at[e])));
-      Real loss = terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind)).loss * found.weight;
+      Real loss = terms_of<Loss>(found, args.constant, scored_loss_of(args.loss_kind)).loss * found.weight;
       loss = found.counts ? loss : Real(0);
       if (args.loss != nullptr) args.loss[element] = Store<Scalar>::from_compute(loss);
       if (args.loss_wide != nullptr) args.loss_wide[element] = loss;
@@ -256,7 +256,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_ba
       const Position at = plan.walks ? position_of(args, args.grad_loss.strides, element) : Position{};
       const Element<Real> found = element_at(args, plan, element, at, load_as_compute(packs.input.at[e]),
                                              static_cast<Real>(load_as_compute(packs.target.at[e])));
-      const SigmoidTerms<Real> terms = terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind));
+      const SigmoidTerms<Real> terms = terms_of<Loss>(found, args.constant, scored_loss_of(args.loss_kind));
       const Real scale = found.weight * (parameter_at<Real>(args.grad_loss, element, at.grad) / divisor);
       // This holds even if the logits of an ignored row are NaN.
       const bool counts = found.counts;

@@ -29,7 +29,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_forw
   each_pack<targets, kHasScores<Loss>>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
     Real losses[kSize];
     Real pack_sum = 0;
-    each<Loss, targets>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
+    each<Loss, targets>(pack, numbers, args.constant, [&](int e, const SigmoidTerms<Real>& terms) {
       losses[e] = terms.loss * numbers.weight;
       pack_sum += losses[e];
     });
@@ -59,7 +59,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_back
   const Real scale = divisor == Real(0) ? Real(0) : numbers.weight * (upstream / divisor);
   each_pack<targets, kHasScores<Loss>>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
     Elements<Scalar> result;
-    each<Loss, targets>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
+    each<Loss, targets>(pack, numbers, args.constant, [&](int e, const SigmoidTerms<Real>& terms) {
       result.at[e] = Store<Scalar>::from_compute(terms.slope * scale);
     });
     if (pack.size == kSize) {

@@ -60,7 +60,7 @@ struct SigmoidLossArgs {
   Operand second;         // alpha, or gamma_positive
   Operand weight;         // or the number 1
   Operand scores;         // with labels: target at the label's class; 1 if data is null
-  Real margin;            // of the asymmetric loss; for scored losses see math/scored_loss.h
+  Real constant;          // margin (asymmetric), floor (IA-BCE), or 1 if p^gamma is detached (the other scored losses)
 };
 
 template <typename Scalar>

@@ -20,8 +20,8 @@ FK_HOST_DEVICE Real score_of_match(Real score) {
   return score == Real(0) ? std::numeric_limits<Real>::min() : score;
 }
 
-// `with.positive` is alpha. `with.margin` is the floor for IA-BCE; for the others it is 1 if p^gamma is detached, else
-// 0.
+// `with.positive` is alpha. `with.constant` is the floor for IA-BCE; for the others it is 1 if p^gamma is detached,
+// else 0.
 struct ScoredTerms {
   template <bool kHard, typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with,
@@ -41,7 +41,7 @@ struct ScoredTerms {
     const bool of_score = is_matchability && is_matched;
     const Real power = with.gamma(of_score ? t : p, of_score ? log_t : log_p);
     const Real factor = is_ia ? power : with.positive * power;
-    const Real attached = is_ia ? Real(1) : Real(1) - with.margin;
+    const Real attached = is_ia ? Real(1) : Real(1) - with.constant;
     const Real background = factor * minus_log_q;
     const Real background_slope = factor * (p + attached * with.gamma.exponent * (q * minus_log_q));
 
@@ -50,10 +50,10 @@ struct ScoredTerms {
     if (is_ia) {
       const Real log_s = share_of(with.positive, log_p) + (Real(1) - with.positive) * log_t;
       const Real mixed = exponential(log_s);
-      const bool is_above = mixed > with.margin;
+      const bool is_above = mixed > with.constant;
       const Real rest_of_mixed = -exponential_minus_one(log_s);
-      s = is_above ? mixed : with.margin;
-      rest = is_above ? rest_of_mixed : Real(1) - with.margin;
+      s = is_above ? mixed : with.constant;
+      rest = is_above ? rest_of_mixed : Real(1) - with.constant;
     } else if (is_matchability) {
       s = power;
       rest = -exponential_minus_one(with.gamma.exponent * log_t);

@@ -143,7 +143,7 @@ struct QualityElement {
 struct AsymmetricElement {
   template <bool kHard, typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
-    return terms_of<kHard>(x, share, with, with.margin > Real(0));
+    return terms_of<kHard>(x, share, with, with.constant > Real(0));
   }
 
   template <bool kHard, typename Real, typename Power>
@@ -160,10 +160,10 @@ struct AsymmetricElement {
     const Real positive_loss = positive_factor * minus_log_p;
     const Real positive_slope = -positive_factor * (q + with.gamma_positive.exponent * (p * minus_log_p));
     // 1 - t: v^gamma (-log(1 - v)), where 1 - v = q + margin. Without a margin it is the mirror image of the other.
-    const Real v = p - with.margin;
+    const Real v = p - with.constant;
     const bool counts = v > (shifted ? Real(0) : Real(-1));
-    const Real rest = q + with.margin;  // 1 - v
-    const Real log_of_rest = log_of_complement(v, q, with.margin);
+    const Real rest = q + with.constant;  // 1 - v
+    const Real log_of_rest = log_of_complement(v, q, with.constant);
     const Real w = shifted ? -log_of_rest : minus_log_q;
     const Real log_of_shifted = logarithm(counts ? v : Real(1));
     const Real log_v = shifted ? log_of_shifted : -minus_log_p;

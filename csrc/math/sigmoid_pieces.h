@@ -187,14 +187,15 @@ struct SigmoidTerms {
 enum class ScoredLoss : int { kVarifocal, kMatchability, kIaBce };
 
 // The parameters of an element. Focal: `positive` and `negative` are the weights of t and 1 - t (alpha and 1 - alpha).
-// Asymmetric: `margin`, and the second power.
+// Asymmetric: the second power. `constant` is the margin there, the floor of IA-BCE, and for the other scored losses 1
+// if p^gamma is a constant for the gradient.
 template <typename Real, typename Power>
 struct SigmoidParameters {
   const Power& gamma;
   const Power& gamma_positive;
   Real positive;
   Real negative;
-  Real margin;
+  Real constant;
   ScoredLoss scored{};
 };
 

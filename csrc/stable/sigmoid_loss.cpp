@@ -55,7 +55,7 @@ struct Inputs {
   int64_t class_dim;
   bool has_alpha;
   int64_t kind;
-  double margin;
+  double constant;
   int64_t ignore_index;
 };
 
@@ -70,7 +70,7 @@ void prepare(SigmoidLossArgs<Scalar>& args, const Inputs& inputs, Operand* grad_
     return tensor ? walk.add(*tensor, element_type(tensor->scalar_type())) : made;
   };
   args.loss_kind = static_cast<SigmoidLoss>(inputs.kind);
-  args.margin = static_cast<compute_t<Scalar>>(inputs.margin);
+  args.constant = static_cast<compute_t<Scalar>>(inputs.constant);
   args.ignore_index = inputs.ignore_index;
   args.target_is_labels = inputs.class_dim >= 0;
   args.classes = inputs.classes;
@@ -145,10 +145,10 @@ void launch_forward(const SigmoidLossForward<Scalar>& args, const Tensor& input,
 bool forward(const Tensor& like, const Tensor& input, const Tensor& target, const OptionalTensor& gamma,
              const OptionalTensor& second, const OptionalTensor& weight, const OptionalTensor& scores,
              const Tensor& loss, const Tensor& divisor, double gamma_value, double second_value, double weight_value,
-             int64_t classes, int64_t class_dim, bool has_alpha, int64_t kind, double margin, int64_t ignore_index,
+             int64_t classes, int64_t class_dim, bool has_alpha, int64_t kind, double constant, int64_t ignore_index,
              bool reduce, bool mean) {
-  const Inputs inputs{like,         input,        target,  gamma,     second,    weight, scores, gamma_value,
-                      second_value, weight_value, classes, class_dim, has_alpha, kind,   margin, ignore_index};
+  const Inputs inputs{like,         input,        target,  gamma,     second,    weight, scores,   gamma_value,
+                      second_value, weight_value, classes, class_dim, has_alpha, kind,   constant, ignore_index};
   bool valid = true;
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
@@ -173,9 +173,9 @@ void backward(const Tensor& like, const Tensor& input, const Tensor& target, con
               const OptionalTensor& grad, const OptionalTensor& divisor, const OptionalTensor& grad_input,
               const OptionalTensor& grad_target, const OptionalTensor& grad_gamma, const OptionalTensor& grad_second,
               double gamma_value, double second_value, double weight_value, double grad_value, int64_t classes,
-              int64_t class_dim, bool has_alpha, int64_t kind, double margin, int64_t ignore_index) {
-  const Inputs inputs{like,         input,        target,  gamma,     second,    weight, scores, gamma_value,
-                      second_value, weight_value, classes, class_dim, has_alpha, kind,   margin, ignore_index};
+              int64_t class_dim, bool has_alpha, int64_t kind, double constant, int64_t ignore_index) {
+  const Inputs inputs{like,         input,        target,  gamma,     second,    weight, scores,   gamma_value,
+                      second_value, weight_value, classes, class_dim, has_alpha, kind,   constant, ignore_index};
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
@@ -213,14 +213,14 @@ FK_KERNELS_FRAGMENT(m) {
       "Tensor? scores, Tensor(a!) loss, Tensor(b!) divisor, float gamma_value, float second_value, float weight_value, "
       "int classes, "
       "int "
-      "class_dim, bool has_alpha, int kind, float margin, int ignore_index, bool reduce, bool mean) -> bool");
+      "class_dim, bool has_alpha, int kind, float constant, int ignore_index, bool reduce, bool mean) -> bool");
   m.def(
       "sigmoid_loss_backward_out(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? "
       "weight, "
       "Tensor? scores, Tensor? grad, Tensor? divisor, Tensor(a!)? grad_input, Tensor(b!)? grad_target, Tensor(c!)? "
       "grad_gamma, "
       "Tensor(d!)? grad_second, float gamma_value, float second_value, float weight_value, float grad_value, int "
-      "classes, int class_dim, bool has_alpha, int kind, float margin, int ignore_index) -> ()");
+      "classes, int class_dim, bool has_alpha, int kind, float constant, int ignore_index) -> ()");
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {

@@ -40,16 +40,17 @@ def sigmoid_loss(
     weight: Tensor | None,
     scores: Tensor | None,
     kind: int,
-    margin: float,
+    constant: float,
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
     """The compiled module's sigmoid_loss in plain torch. ``second`` is gamma_positive for the asymmetric loss, alpha
-    for the others. ``margin`` is 1 if the varifocal or matchability loss has a detached modulation."""
-    check_arguments(input, target, gamma, second, weight, scores, kind, margin, reduction)
+    for the others. ``constant`` is the margin of the asymmetric loss, and 1 if the varifocal or matchability loss has a
+    detached modulation."""
+    check_arguments(input, target, gamma, second, weight, scores, kind, constant, reduction)
     check_range(input, target, kind, ignore_index)
     dtype = torch.float32 if autocasts(input) else input.dtype
-    return _definition(input, target, gamma, second, weight, scores, kind, margin, reduction, ignore_index).to(dtype)
+    return _definition(input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index).to(dtype)
 
 
 def sigmoid_loss_composite(
@@ -60,14 +61,14 @@ def sigmoid_loss_composite(
     weight: Tensor | None,
     scores: Tensor | None,
     kind: int,
-    margin: float,
+    constant: float,
     reduction: int,
     ignore_index: int,
     float32_loss: bool,
 ) -> Tensor:
     """The operator of this name. ``float32_loss``: under autocast, which the caller has looked at."""
-    check_arguments(input, target, gamma, second, weight, scores, kind, margin, reduction)
-    loss = _definition(input, target, gamma, second, weight, scores, kind, margin, reduction, ignore_index)
+    check_arguments(input, target, gamma, second, weight, scores, kind, constant, reduction)
+    loss = _definition(input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index)
     return loss if float32_loss else loss.to(input.dtype)
 
 
@@ -80,7 +81,7 @@ def _definition(
     weight: Tensor | None,
     scores: Tensor | None,
     kind: int,
-    margin: float,
+    constant: float,
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
@@ -93,12 +94,12 @@ def _definition(
         return reference.quality_focal_loss(x, scored, gamma, how, weight=weight, ignore_index=ignore_index)
     if kind in _SCORED:
         return _SCORED[kind](
-            x, scored, gamma, second, how, detach_modulation=margin > 0, weight=weight, ignore_index=ignore_index
+            x, scored, gamma, second, how, detach_modulation=constant > 0, weight=weight, ignore_index=ignore_index
         )
     assert second is not None
     if kind == _IA_BCE:
         return reference.ia_bce_loss(x, scored, gamma, second, how, weight=weight, ignore_index=ignore_index)
-    return reference.asymmetric_loss(x, target, gamma, second, margin, how, weight=weight, ignore_index=ignore_index)
+    return reference.asymmetric_loss(x, target, gamma, second, constant, how, weight=weight, ignore_index=ignore_index)
 
 
 def check_arguments(
@@ -109,7 +110,7 @@ def check_arguments(
     weight: Tensor | None,
     scores: Tensor | None,
     kind: int,
-    margin: float,
+    constant: float,
     reduction: int,
 ) -> None:
     """Checks all arguments of an operator but the labels' range."""
@@ -137,8 +138,8 @@ def check_arguments(
             raise ValueError(f"{op}: {name} must not require grad: it is a constant of the loss")
     if kind == _QUALITY if second is not None else kind in (_ASYMMETRIC, _IA_BCE):
         raise ValueError(f"{op}: {'has no' if second is not None else 'needs'} {second_name}")
-    if not (0 <= margin < 1 or (margin == 1 and kind >= _VARIFOCAL)):
-        raise ValueError(f"{op}: margin must be in [0, 1), got {margin:g}")
+    if not (0 <= constant < 1 or (constant == 1 and kind >= _VARIFOCAL)):
+        raise ValueError(f"{op}: margin must be in [0, 1), got {constant:g}")
     check_reduction(op, reduction)
 
 

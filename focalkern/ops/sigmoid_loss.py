@@ -213,7 +213,7 @@ def element_loss(
     target: ScoredTarget,
     gamma: float | Tensor,
     second: float | Tensor | None,
-    margin: float,
+    constant: float,
     reduction: str,
     weight: Tensor | None,
     ignore_index: int,
@@ -225,7 +225,7 @@ def element_loss(
     if type(input) is not Tensor and is_dtensor(input):
 
         def local(z: Tensor, y: Tensor, given: Any, weight: Tensor | None, reduction: str, ignore_index: int) -> Tensor:
-            return element_loss(op, kind, z, y, given[0], given[1], margin, reduction, weight, ignore_index)
+            return element_loss(op, kind, z, y, given[0], given[1], constant, reduction, weight, ignore_index)
 
         if scores is not None:
             raise TypeError(f"{op}: target of DTensor logits must be a tensor, got labels and scores")
@@ -249,7 +249,7 @@ def element_loss(
     if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     try:
-        return through(input, target, gamma, second, weight, scores, kind, margin, code, ignore_index)
+        return through(input, target, gamma, second, weight, scores, kind, constant, code, ignore_index)
     except (TypeError, RuntimeError) as error:  # errors that are so rare that they are looked for only here
         label(op, "ignore_index", ignore_index)
         parameters = dict(zip(_TENSORS.get(kind, ("gamma", "alpha")), (gamma, second), strict=False))
@@ -278,14 +278,14 @@ def _traced(
     weight: Tensor | None,
     scores: Tensor | None,
     kind: int,
-    margin: float,
+    constant: float,
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
     """The path for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
     if not has_kernels(input):
         return backend_for(input).sigmoid_loss(
-            input, target, gamma, second, weight, scores, kind, margin, reduction, ignore_index
+            input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index
         )
     # Tensors, and not constants of the graph: another value must not compile again.
     if not isinstance(gamma, Tensor):
@@ -294,7 +294,7 @@ def _traced(
         second = torch.zeros((), dtype=torch.float64) + second
     is_half = input.dtype in HALVES
     float32_loss = is_half and autocast_is_on(input.device.type)
-    options = (kind, margin, reduction, ignore_index, float32_loss)
+    options = (kind, constant, reduction, ignore_index, float32_loss)
     if torch._C._are_functorch_transforms_active():
         return torch.ops.focalkern.sigmoid_loss_composite(input, target, gamma, second, weight, scores, *options)
     loss, _ = torch.ops.focalkern.sigmoid_loss_forward(input, target, gamma, second, weight, scores, *options)

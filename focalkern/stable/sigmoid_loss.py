@@ -27,12 +27,12 @@ def sigmoid_loss(
     weight: Tensor | None,
     scores: Tensor | None,
     kind: int,
-    margin: float,
+    constant: float,
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
     """As the compiled module's sigmoid_loss. ``second`` is alpha, or gamma_positive."""
-    options = _Options(kind, margin, reduction, ignore_index, autocasts(input))
+    options = _Options(kind, constant, reduction, ignore_index, autocasts(input))
     return apply(OPERATOR, _Inputs(input, target, gamma, second, weight, scores), options)
 
 
@@ -50,7 +50,7 @@ class _Inputs(NamedTuple):
 
 class _Options(NamedTuple):
     kind: int
-    margin: float
+    constant: float
     reduction: int
     ignore_index: int
     float32_loss: bool
@@ -90,7 +90,7 @@ def _prepared(inputs: _Inputs, kind: int) -> tuple[list[Tensor | None], list[flo
 
 def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
     input, target = inputs[:2]
-    kind, margin, reduction, ignore_index, float32_loss = options
+    kind, constant, reduction, ignore_index, float32_loss = options
     if _label_dim(input, target) >= 0 and not input.is_cpu and values_may_be_read(target):
         check_range(input, target, kind, ignore_index)
     real = compute_dtype(input.dtype)
@@ -102,7 +102,7 @@ def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
         loss = input.new_empty((), dtype=stored if input.is_cpu else real)
     like = input if is_dense(input) else loss if reduction == _NONE else torch.empty_like(input)
     tensors, numbers, facts = _prepared(inputs, kind)
-    settings = (margin, ignore_index, reduction != _NONE, reduction == _MEAN)
+    settings = (constant, ignore_index, reduction != _NONE, reduction == _MEAN)
     if not _kernels.sigmoid_loss_forward_out(like, *tensors, loss, divisor, *numbers, *facts, *settings):
         check_range(input, target, kind, ignore_index)
     return loss.to(stored), divisor
@@ -132,7 +132,7 @@ def _backward(
     grad: Tensor, inputs: _Inputs, saved: Sequence[Tensor], options: _Options, needed: Sequence[bool]
 ) -> Sequence[Tensor | None]:
     input, target, gamma, second = inputs[:4]
-    kind, margin, reduction, ignore_index, _ = options
+    kind, constant, reduction, ignore_index, _ = options
     real = compute_dtype(input.dtype)
     dtypes = (input.dtype, real, real, real)
     found = [torch.empty_like(input, dtype=dtype) if need else None for dtype, need in zip(dtypes, needed, strict=True)]
@@ -144,7 +144,7 @@ def _backward(
     upstream = None if one else grad.to(real).expand(input.shape)
     mean = saved[0] if reduction == _MEAN else None
     of_grad = grad.item() if one else 0.0
-    settings = (margin, ignore_index)
+    settings = (constant, ignore_index)
     _kernels.sigmoid_loss_backward_out(like, *tensors, upstream, mean, *found, *numbers, of_grad, *facts, *settings)
     of_input, of_target, of_gamma, of_second = found
     of_target = None if of_target is None else of_target.to(target.dtype)

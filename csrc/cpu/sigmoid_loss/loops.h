@@ -31,17 +31,17 @@ constexpr bool kIsAsymmetric =
 
 template <typename Loss, Targets kTargets, typename Power, typename Real>
 FK_HOST_DEVICE SigmoidTerms<Real> terms_with(const TileView<Real>& view, int64_t i, const Power& gamma,
-                                             const Power& gamma_positive, Real margin) {
+                                             const Power& gamma_positive, Real constant) {
   const Real share = kTargets == Targets::kLabels ? Real(0) : view.target[i];
   return Loss::template terms<kTargets != Targets::kSoft>(
       view.input[i], share,
-      SigmoidParameters<Real, Power>{gamma, gamma_positive, view.second[i], view.negative[i], margin});
+      SigmoidParameters<Real, Power>{gamma, gamma_positive, view.second[i], view.negative[i], constant});
 }
 
 // Loss and slope with weight and sign, as the loops store them.
 template <typename Loss, Targets kTargets, typename Power, typename Real>
 FK_HOST_DEVICE LossAndSlope<Real> result_with(const TileView<Real>& view, int64_t i, const Power& gamma,
-                                              const Power& gamma_positive, Real margin) {
+                                              const Power& gamma_positive, Real constant) {
   if constexpr (std::is_same_v<Loss, FocalElement> && kTargets != Targets::kSoft) {
     const Real x = view.input[i], zero = view.zero[i];
     if constexpr (kTargets == Targets::kLabels) {
@@ -54,25 +54,25 @@ FK_HOST_DEVICE LossAndSlope<Real> result_with(const TileView<Real>& view, int64_
   } else if constexpr (kIsAsymmetric<Loss> && kTargets != Targets::kSoft) {
     const bool is_one = kTargets == Targets::kHard && view.target[i] > Real(0);
     const LossAndSlope<Real> result =
-        hard_asymmetric_loss<Loss::kHasMargin>(view.input[i], is_one, margin, gamma, gamma_positive);
+        hard_asymmetric_loss<Loss::kHasMargin>(view.input[i], is_one, constant, gamma, gamma_positive);
     return {result.loss * view.scale[i], result.slope * view.scale[i]};
   } else {
-    const SigmoidTerms<Real> terms = terms_with<Loss, kTargets>(view, i, gamma, gamma_positive, margin);
+    const SigmoidTerms<Real> terms = terms_with<Loss, kTargets>(view, i, gamma, gamma_positive, constant);
     return {terms.loss * view.scale[i], terms.slope * view.scale[i]};
   }
 }
 
 template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
 FK_HOST_DEVICE LossAndSlope<Real> result_at(const TileView<Real>& view, int64_t i, const SmallPower<Real>& gamma,
-                                            const SmallPower<Real>& gamma_positive, Real margin) {
+                                            const SmallPower<Real>& gamma_positive, Real constant) {
   if constexpr (kPowers == Powers::kSquare) {
     const Square<Real> square;
-    return result_with<Loss, kTargets>(view, i, square, square, margin);
+    return result_with<Loss, kTargets>(view, i, square, square, constant);
   } else if constexpr (kPowers == Powers::kSmall) {
-    return result_with<Loss, kTargets>(view, i, gamma, gamma_positive, margin);
+    return result_with<Loss, kTargets>(view, i, gamma, gamma_positive, constant);
   } else {
     const AnyPower<Real> any{view.gamma[i]}, any_positive{view.second[i]};
-    return result_with<Loss, kTargets>(view, i, any, any_positive, margin);
+    return result_with<Loss, kTargets>(view, i, any, any_positive, constant);
   }
 }
 
@@ -108,7 +108,7 @@ FK_HOST_DEVICE void for_each_element(int64_t n, Ask ask, Function f) {
 
 // A loop has numbers of one width only; the sum in double has its own.
 template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
-FK_VECTOR_CLONES void forward_loop(const TileView<Real>& tile, Real margin, int64_t n, Real* loss) {
+FK_VECTOR_CLONES void forward_loop(const TileView<Real>& tile, Real constant, int64_t n, Real* loss) {
   const TileView<Real> view = tile;
   constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
@@ -119,7 +119,7 @@ FK_VECTOR_CLONES void forward_loop(const TileView<Real>& tile, Real margin, int6
         if (kTargets != Targets::kLabels) ask_for_target(view, i);
       },
       [&](int64_t i) __attribute__((always_inline)) {
-        loss[i] = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, margin).loss;
+        loss[i] = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, constant).loss;
       });
 }
 
@@ -144,7 +144,7 @@ FK_VECTOR_CLONES double sum_of(const Real* loss, int64_t n) {
 }
 
 template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
-FK_VECTOR_CLONES void backward_loop(const TileView<Real>& tile, Real margin, int64_t n, Real* grad_input) {
+FK_VECTOR_CLONES void backward_loop(const TileView<Real>& tile, Real constant, int64_t n, Real* grad_input) {
   const TileView<Real> view = tile;
   constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
@@ -156,7 +156,7 @@ FK_VECTOR_CLONES void backward_loop(const TileView<Real>& tile, Real margin, int
         ask_ahead(grad_input + i, sizeof(Real));
       },
       [&](int64_t i) __attribute__((always_inline)) {
-        grad_input[i] = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, margin).slope;
+        grad_input[i] = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, constant).slope;
       });
 }
 
@@ -169,12 +169,12 @@ struct Slopes {
 };
 
 template <typename Loss, typename Real>
-FK_VECTOR_CLONES void slopes_loop(const TileView<Real>& tile, Real margin, int64_t n, Slopes<Real>& slopes) {
+FK_VECTOR_CLONES void slopes_loop(const TileView<Real>& tile, Real constant, int64_t n, Slopes<Real>& slopes) {
   const TileView<Real> view = tile;
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const AnyPower<Real> gamma{view.gamma[i]}, gamma_positive{view.second[i]};
-    const SigmoidTerms<Real> terms = terms_with<Loss, Targets::kSoft>(view, i, gamma, gamma_positive, margin);
+    const SigmoidTerms<Real> terms = terms_with<Loss, Targets::kSoft>(view, i, gamma, gamma_positive, constant);
     const Real scale = view.scale[i];
     slopes.target[i] = scale == Real(0) ? Real(0) : terms.slope_target * scale;
     slopes.gamma[i] = scale == Real(0) ? Real(0) : terms.slope_gamma * scale;
@@ -192,7 +192,7 @@ template <typename Scalar, typename Function>
 auto with_loss(const SigmoidLossArgs<Scalar>& args, bool hard, Function f) {
   const SigmoidLoss loss = args.loss_kind;
   if (loss == SigmoidLoss::kAsymmetric) {
-    return args.margin > 0 ? f(AsymmetricOfKnown<true>{}) : f(AsymmetricOfKnown<false>{});
+    return args.constant > 0 ? f(AsymmetricOfKnown<true>{}) : f(AsymmetricOfKnown<false>{});
   }
   if (loss == SigmoidLoss::kQuality && !hard) return f(QualityElement{});
   if (loss == SigmoidLoss::kIaBce) return f(IaBceElement{});
@@ -224,7 +224,7 @@ void forward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<compute_t<
   with_loss(args, view.targets != Targets::kSoft, [&](auto formula) {
     using Loss = decltype(formula);
     with_variant<Loss>(view.targets, powers, [&](auto targets, auto known) {
-      forward_loop<Loss, decltype(targets)::value, decltype(known)::value>(view, args.margin, n, to);
+      forward_loop<Loss, decltype(targets)::value, decltype(known)::value>(view, args.constant, n, to);
     });
   });
 }
@@ -235,7 +235,7 @@ void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<compute_t
   with_loss(args, view.targets != Targets::kSoft, [&](auto formula) {
     using Loss = decltype(formula);
     with_variant<Loss>(view.targets, powers, [&](auto targets, auto known) {
-      backward_loop<Loss, decltype(targets)::value, decltype(known)::value>(view, args.margin, n, to);
+      backward_loop<Loss, decltype(targets)::value, decltype(known)::value>(view, args.constant, n, to);
     });
   });
 }

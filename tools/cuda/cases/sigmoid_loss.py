@@ -40,7 +40,7 @@ class Operand(ctypes.Structure):
 ARGS = [
     ("loss_kind", c_int32), ("space", Space), ("input", Operand), ("target", Operand), ("target_is_labels", c_bool),
     ("has_alpha", c_bool), ("class_dim", c_int), ("classes", c_int64), ("ignore_index", c_int64), ("gamma", Operand),
-    ("second", Operand), ("weight", Operand), ("scores", Operand), ("margin", "real"),
+    ("second", Operand), ("weight", Operand), ("scores", Operand), ("constant", "real"),
 ]  # fmt: skip
 FORWARD = [*ARGS, ("loss", c_void_p), ("loss_wide", c_void_p)]
 BACKWARD = [
@@ -49,7 +49,7 @@ BACKWARD = [
 ]  # fmt: skip
 
 
-def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.0, margin=0.0, ignore_index=-100,
+def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.0, constant=0.0, ignore_index=-100,
                      reduction="mean", wide=True, all_gradients=True, one_image=False, scores=None):  # fmt: skip
     """Everything that the two kernels write, by name; without `all_gradients`, of the gradients only the logits'; with
     `one_image`, the first dimension, of size 1, is none of the space."""
@@ -70,7 +70,7 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
             forward.space = Space(x.numel(), x.dim() - 1, (c_int64 * MAX_DIMS)(*shape[1:]))
             forward.input = Operand.of(memory, x[0], shape[1:])
             forward.target, forward.class_dim = Operand.of(memory, target, shape[1:]), 0
-        forward.classes, forward.ignore_index, forward.margin = shape[1], ignore_index, margin
+        forward.classes, forward.ignore_index, forward.constant = shape[1], ignore_index, constant
         forward.gamma, forward.second, forward.weight = (Operand.of(memory, v, shape) for v in in_real)
         if scores is not None:
             forward.scores = Operand.of(memory, scores.unsqueeze(1), shape)
@@ -107,11 +107,11 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
 def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, reduction="mean", **options):
     dtype, real = x.dtype, real_of(x.dtype)
     if kind == IA_BCE:
-        second, options["margin"] = 0.25 if second is None else second, IA_BCE_FLOOR
+        second, options["constant"] = 0.25 if second is None else second, IA_BCE_FLOOR
     grad = torch.randn(x.shape if reduction == "none" else (1,) * x.dim(), dtype=real)
     actual = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, **options)
     wide = options.pop("wide", True)
-    margin = options.pop("margin", 0.0)
+    constant = options.pop("constant", 0.0)
     weight = options.pop("weight", 1.0)
     scores = options.pop("scores", None)
     options["weight"] = torch.as_tensor(weight, dtype=torch.float64)
@@ -125,13 +125,13 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
     ]  # fmt: skip
     scored = t if scores is None else (t, scores.double())
     if kind == ASYMMETRIC:
-        expected = reference.asymmetric_loss(z, t, *gammas, margin, reduction, **options)
+        expected = reference.asymmetric_loss(z, t, *gammas, constant, reduction, **options)
     elif kind == QUALITY:
         expected = reference.quality_focal_loss(z, scored, gammas[0], reduction, **options)
     else:
         alpha = None if second is None else gammas[1].detach()
         if kind in (VARIFOCAL, MATCHABILITY):
-            options["detach_modulation"] = margin == 1
+            options["detach_modulation"] = constant == 1
         function = SCORED.get(kind, reference.sigmoid_focal_loss)
         expected = function(z, scored, gammas[0], alpha, reduction, **options)
         options.pop("detach_modulation", None)
@@ -149,7 +149,7 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
         assert_near(actual["grad_second"], found[-1], real, 20)
     # A separate kernel computes only the logits' gradient.
     alone = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, wide=wide,
-                             margin=margin, all_gradients=False, scores=scores,
+                             constant=constant, all_gradients=False, scores=scores,
                              **{**options, "weight": weight})  # fmt: skip
     assert_near(alone["loss"], expected, real if wide or reduction != "none" else dtype, 20)
     assert_near(alone["grad_input"], found[0], dtype, 20 if dtype == real else 2)
@@ -162,15 +162,15 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
 @pytest.mark.parametrize("kind", KINDS)
 def test_sigmoid_loss_of_dense_targets(library, dtype, shape, kind):
     x, t = (torch.randn(shape) * 4).to(dtype), torch.rand(shape).to(dtype)
-    margin = {ASYMMETRIC: 0.0625, MATCHABILITY: 1.0}.get(kind, 0.0)
+    constant = {ASYMMETRIC: 0.0625, MATCHABILITY: 1.0}.get(kind, 0.0)
     if kind in SCORED:
         t = torch.where(torch.rand(shape) < 0.5, t, 0.0).to(dtype)
     for reduction, gamma in (("mean", 2.0), ("none", 1.5), ("sum", 3.0)):
-        check_sigmoid_loss(library, kind, x, t, gamma, reduction=reduction, margin=margin)
+        check_sigmoid_loss(library, kind, x, t, gamma, reduction=reduction, constant=constant)
         # Hard targets, in some packs alone; and a weight that is no number, for which there are other kernels.
         hard = torch.where(torch.rand(shape[0], 1) < 0.2, t, t.round())
         weight = 0.5 if reduction == "none" else torch.full((1, 1), 2.0)
-        check_sigmoid_loss(library, kind, x, hard, gamma, reduction=reduction, margin=margin, weight=weight)
+        check_sigmoid_loss(library, kind, x, hard, gamma, reduction=reduction, constant=constant, weight=weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -292,18 +292,18 @@ def test_sigmoid_loss_with_strides_and_broadcast_parameters(library, dtype):
 def test_sigmoid_loss_at_extreme_logits(library):
     x = torch.tensor([[-1000.0, -90.0, -17.0, 0.0, 17.0, 90.0, 1000.0]]).expand(3, 7).contiguous()
     for kind in KINDS:
-        margin = IA_BCE_FLOOR if kind == IA_BCE else 0.0
+        constant = IA_BCE_FLOOR if kind == IA_BCE else 0.0
         for gamma in (0.0, 0.3, 2.0):
             # An approximate p may miss t = 0.5 by a unit in the last place, which is 0.006 in |t - p|^0.3.
             share = 0.25 if kind == QUALITY and gamma == 0.3 else 0.5
             t = torch.tensor([[0.0], [1.0], [share]]).expand(3, 7).contiguous()
             # The slope in the target has no reference where 1 - p underflows.
             grad = torch.ones(3, 7)
-            found = run_sigmoid_loss(library, kind, x, t, gamma, 1.0, grad, reduction="none", margin=margin)
+            found = run_sigmoid_loss(library, kind, x, t, gamma, 1.0, grad, reduction="none", constant=constant)
             z = x.double().requires_grad_()
             functions = (reference.sigmoid_focal_loss, reference.asymmetric_loss, reference.quality_focal_loss)
             function = (*functions, *SCORED.values())[kind]
-            options = {ASYMMETRIC: {"gamma_positive": 1.0, "margin": 0.0}, QUALITY: {}}.get(kind, {"alpha": 1.0})
+            options = {ASYMMETRIC: {"gamma_positive": 1.0, "constant": 0.0}, QUALITY: {}}.get(kind, {"alpha": 1.0})
             if kind == MATCHABILITY:
                 options["detach_modulation"] = False
             expected = function(z, t.double(), gamma, **options)
@@ -311,7 +311,7 @@ def test_sigmoid_loss_at_extreme_logits(library):
             assert_near(found["grad_input"], torch.autograd.grad(expected.sum(), z)[0], torch.float32)
             assert found["grad_gamma"].isfinite().all()
             alone = run_sigmoid_loss(
-                library, kind, x, t, gamma, 1.0, grad[:1, :1], reduction="sum", all_gradients=False, margin=margin
+                library, kind, x, t, gamma, 1.0, grad[:1, :1], reduction="sum", all_gradients=False, constant=constant
             )
             assert_near(alone["grad_input"], found["grad_input"], torch.float32)
 

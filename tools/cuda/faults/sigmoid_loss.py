@@ -179,13 +179,13 @@ FAULTS = [
     Fault(
         "every scored loss is the varifocal loss",
         "sigmoid_loss_strided.cu",
-        "terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind)).loss",
-        "terms_of<Loss>(found, args.margin, ScoredLoss::kVarifocal).loss",
+        "terms_of<Loss>(found, args.constant, scored_loss_of(args.loss_kind)).loss",
+        "terms_of<Loss>(found, args.constant, ScoredLoss::kVarifocal).loss",
     ),
     Fault(
         "every scored loss has the gradient of the varifocal loss",
         "sigmoid_loss_strided.cu",
-        "terms = terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind));",
-        "terms = terms_of<Loss>(found, args.margin, ScoredLoss::kVarifocal);",
+        "terms = terms_of<Loss>(found, args.constant, scored_loss_of(args.loss_kind));",
+        "terms = terms_of<Loss>(found, args.constant, ScoredLoss::kVarifocal);",
     ),
 ]

@@ -206,7 +206,7 @@ void sigmoid(SigmoidLoss kind, int rows, int classes, int target, int offset, bo
     a.gamma = operand(of_class, real, 0, 1);
     a.weight = operand(of_row, real, 1, 0);
   }
-  a.margin = kind == SigmoidLoss::kAsymmetric ? R(0.0625) : R(0);
+  a.constant = kind == SigmoidLoss::kAsymmetric ? R(0.0625) : R(0);
   if (none) (offset ? (void)(a.loss = narrow.p) : (void)(a.loss_wide = wide.p));
   if (cuda::sigmoid_loss_forward(a, true, none ? nullptr : total.p, div.p, ws.p, nullptr)) abort();
   SigmoidLossBackward<S> b{};
