@@ -164,6 +164,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """linear_focal_loss computes its logits in chunks, however few they are."""
+    monkeypatch.setattr("focalkern.ops.linear_focal_loss._FEW_LOGITS", -1)
+
+
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """The same bits on the CPU; on CUDA, where each way through the elements is compiled on its own, nearly so."""
     if actual.is_cuda:

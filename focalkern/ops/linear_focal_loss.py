@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern._checks import reduction_code
-from focalkern._types import Reduction
+from focalkern._types import HALVES, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
 from focalkern.ops._collectives import ALONE
@@ -21,7 +21,7 @@ from focalkern.ops._linear_arguments import (
     gamma_of,
 )
 from focalkern.ops._linear_autograd import loss_of
-from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
+from focalkern.ops._linear_chunks import default_chunk_rows, is_plain, product_dtype
 from focalkern.ops._linear_pass import NONE, Options, capped, check_labels
 from focalkern.ops._linear_vocab_operator import linear_focal_loss_over_ranks
 from focalkern.ops._linear_vocab_parallel import slice_of_dtensor
@@ -33,6 +33,9 @@ from focalkern.ops.focal_loss_vocab_parallel import extras_of, refuse_stats_of_p
 __all__ = ["linear_focal_loss"]
 
 _OP = "linear_focal_loss"
+
+# Bytes of logits up to which one product and focal_loss are faster than chunks, whose steps are calls from Python.
+_FEW_LOGITS = 2**20
 
 
 @overload
@@ -154,7 +157,8 @@ def linear_focal_loss(
         modulation: None or "confidence", as in :func:`focal_loss`. With gamma = 1 and ``detach_modulation=True`` it is
             dynamic fine-tuning (DFT), for labels Liger's ``use_token_scaling=True``.
         chunk_rows: rows per chunk. By default the logits of a chunk take as much memory as ``input`` or half of what
-            the gradient of ``linear_weight`` is summed in, whichever is more, and at most 256 MiB.
+            the gradient of ``linear_weight`` is summed in, whichever is more, and at most 256 MiB. On the CPU up to
+            1 MiB of float32 or float64 logits are computed at once, which is faster.
         softcap: s > 0: caps the logits at s in magnitude.
         process_group: the classes are split over its ranks. Rank r has the rows [C_r, D] of the weight (and of
             ``linear_bias``) that follow the rows of rank r - 1, in any numbers. All other arguments are the same on all
@@ -276,7 +280,19 @@ def linear_focal_loss(
     compiling = torch.compiler.is_compiling()
     extras = z_loss != 0 or return_stats
     transformed = (compiling or extras) and torch._C._are_functorch_transforms_active()
-    if linear_weight.dim() > 2 or transformed or (compiling and not has_kernels(input)):
+    dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
+    if target.is_floating_point():
+        loss_dtype = torch.promote_types(loss_dtype, target.dtype)
+    few = (
+        not compiling
+        and chunk_rows is None
+        and is_plain(input)
+        and input.dtype == dtype == loss_dtype  # no autocast
+        and dtype not in HALVES  # their gradients are rounded once, after the sum over rows
+        and leading.numel() * classes * input.element_size() <= _FEW_LOGITS
+        and not bool((target == ignore_index).any())  # their rows may hold anything and take no part in the products
+    )
+    if linear_weight.dim() > 2 or transformed or few or (compiling and not has_kernels(input)):
         return _unfused(
             input,
             linear_weight,
@@ -293,10 +309,6 @@ def linear_focal_loss(
             z_loss=z_loss,
             return_stats=return_stats,
         )
-    dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
-    if target.is_floating_point():
-        loss_dtype = torch.promote_types(loss_dtype, target.dtype)
-
     rows = input.reshape(-1, input.shape[-1])
     used = product_dtype(input.device, dtype)
     size = (
@@ -335,7 +347,7 @@ def _unfused(
 ) -> Tensor | LossWithStats:
     """All logits at once, classes last unless the head is K-dimensional."""
     features, head = linear_weight.shape[-1], linear_weight.shape[:-1]
-    if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+    if len(head) > 1 and not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
         check_labels(target, head[0], options["ignore_index"])
     bias = None if linear_bias is None else linear_bias.reshape(-1)
     z = capped(F.linear(input, linear_weight.reshape(-1, features), bias), softcap)
@@ -346,7 +358,10 @@ def _unfused(
         gamma = gamma.expand(leading).reshape(-1)
     soft = target.is_floating_point()
     rows = target.reshape(-1, head[0]) if soft else target.reshape(-1)
-    loss: Tensor | LossWithStats = focal_loss(z.reshape(-1, head[0]), rows, gamma, **options)
+    try:
+        loss: Tensor | LossWithStats = focal_loss(z.reshape(-1, head[0]), rows, gamma, **options)
+    except IndexError as error:  # a label out of range
+        raise IndexError(str(error).replace("focal_loss", _OP, 1)) from None
     if isinstance(loss, Tensor):
         return loss.reshape(leading) if options["reduction"] == "none" else loss
     stats = LossStats(*(values.reshape(leading) for values in loss.stats))

@@ -10,7 +10,7 @@ import focalkern as fk
 pytestmark = [
     # torch's own decompositions still use torch.jit.script, whose deprecation is torch's matter.
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "chunks"),
 ]
 
 

@@ -14,7 +14,7 @@ from focalkern.ops._linear_chunks import blocks, default_chunk_rows
 pytestmark = [
     # torch's own decompositions still use torch.jit.script, whose deprecation is torch's matter.
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "chunks"),
 ]
 
 

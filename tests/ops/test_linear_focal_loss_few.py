@@ -1,0 +1,89 @@
+"""linear_focal_loss of few logits, which it computes at once."""
+
+import math
+
+import pytest
+import torch
+from conftest import assert_close
+from linear_cases import OPTIONS, C, N, derivatives, pair, problem
+
+import focalkern as fk
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Counts the passes over chunks."""
+    from focalkern.ops import linear_focal_loss as module
+
+    found = []
+    loss_of = module.loss_of
+
+    def counted(*arguments):
+        found.append(1)
+        return loss_of(*arguments)
+
+    monkeypatch.setattr("focalkern.ops.linear_focal_loss.loss_of", counted)
+    return found
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_value_and_gradients_are_those_of_the_pair(passes, option, reduction):
+    x, w, b, target = problem(ignored=False)
+    options = {**OPTIONS[option], "reduction": reduction}
+    found = fk.linear_focal_loss(x, w, target, linear_bias=b, **options)
+    expected = pair(x, w, target, linear_bias=b, **options)
+    assert torch.equal(found, expected)
+    for actual, wanted in zip(derivatives(found, (x, w, b)), derivatives(expected, (x, w, b)), strict=True):
+        assert torch.equal(actual, wanted)
+    assert not passes
+
+
+@pytest.mark.parametrize("leading", [(), (N,), (3, 4)])
+@pytest.mark.parametrize("soft", [False, True])
+def test_shapes_of_input(passes, leading, soft):
+    x, w, b, target = problem(leading=leading, ignored=False)
+    if soft:
+        target = torch.rand(*leading, C, dtype=torch.float64).softmax(-1)
+    gamma = torch.rand(leading, dtype=torch.float64, requires_grad=True)
+    for reduction in ("mean", "none"):
+        found = fk.linear_focal_loss(x, w, target, gamma, linear_bias=b, reduction=reduction)
+        expected = pair(x, w, target, gamma, linear_bias=b, reduction=reduction)
+        assert found.shape == expected.shape
+        assert_close(found, expected)
+        for actual, wanted in zip(derivatives(found, (x, w, gamma)), derivatives(expected, (x, w, gamma)), strict=True):
+            assert_close(actual, wanted)
+    assert not passes
+
+
+def test_ignored_rows_may_hold_anything(passes):
+    x, w, b, target = problem()
+    with torch.no_grad():
+        x[target == -100] = math.nan
+    loss = fk.linear_focal_loss(x, w, target, linear_bias=b)
+    loss.backward()
+    assert loss.isfinite() and w.grad.isfinite().all() and b.grad.isfinite().all()
+    assert (x.grad[target == -100] == 0).all()
+    assert passes  # in chunks, which leave these rows out
+
+
+def test_chunks_are_taken_if_asked_for_or_needed(passes):
+    x, w, _, target = problem(torch.float32, ignored=False)
+    fk.linear_focal_loss(x, w, target, chunk_rows=4)
+    half = [t.detach().bfloat16() for t in (x, w)]
+    fk.linear_focal_loss(*half, target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fk.linear_focal_loss(x, w, target)
+    many = torch.zeros(2**20 // 4 // C + 1, x.shape[1])
+    fk.linear_focal_loss(many, w, torch.zeros(len(many), dtype=torch.int64))
+    assert len(passes) == 4
+
+
+def test_a_label_out_of_range_is_named():
+    x, w, _, target = problem(ignored=False)
+    target[3] = C
+    message = rf"^linear_focal_loss: target must be in \[0, {C}\) or ignore_index, got {C} at row 3$"
+    with pytest.raises(IndexError, match=message):
+        fk.linear_focal_loss(x, w, target)
