@@ -5,6 +5,7 @@
 // p s^k, and p x s^k, to the sums of its piece, of which gradient and Hessian are linear in the basis of the spline.
 // With many classes most entries lie left of the first knot: these add up in vectors, the others one by one.
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -22,6 +23,26 @@ FK_HOST_DEVICE Four powers_of(double s) {
   return Four{1.0, s, square, square * s};
 }
 FK_HOST_DEVICE void add_to(double* sums, const Four& terms) { store_simd(load_simd<Four>(sums) + terms, sums); }
+
+FK_HOST_DEVICE double total_of(const Four& terms) { return (terms[0] + terms[1]) + (terms[2] + terms[3]); }
+// The entries on piece 0; 0 for the others. With a comparison of bytes and doubles g++ makes a loop of scalars.
+FK_HOST_DEVICE Four left_of(const Four& entries, const uint8_t* piece) {
+  simd_t<uint8_t, 4> pieces;
+  std::memcpy(&pieces, piece, sizeof(pieces));
+  return __builtin_convertvector(pieces, simd_t<int64_t, 4>) == 0 ? entries : Four{};
+}
+// Calls work(i) for each of n entries, whole groups of eight, that is not on piece 0.
+template <typename Work>
+FK_HOST_DEVICE void for_each_inner(const uint8_t* piece, int64_t n, Work work) {
+  for (int64_t group = 0; group < n; group += 8) {
+    uint64_t pieces;
+    std::memcpy(&pieces, piece + group, sizeof(pieces));
+    // A byte from 1 to 128 gets its highest bit. A branch per entry would be mispredicted.
+    for (uint64_t rest = (pieces + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080; rest != 0; rest &= rest - 1) {
+      work(group + (std::countr_zero(rest) >> 3));
+    }
+  }
+}
 
 // Adds log sum of each row to t.shared. NaN stays NaN.
 FK_VECTOR_CLONES void add_log_sums(const SplineTile& t) {
@@ -76,31 +97,23 @@ FK_HOST_DEVICE void moments_of_row(const SplineTile& t, int64_t r, RowMoments& r
   }
   const double *p = t.f + r * t.inner, *s = t.u + r * t.inner, *x = t.x + r * t.inner;
   const uint8_t* piece = t.piece + r * t.inner;
-  double p0 = 0, p1 = 0, p2 = 0, x0 = 0, x1 = 0, squares = 0;
-#pragma omp simd reduction(+ : p0, p1, p2, x0, x1, squares)
-  for (int64_t i = 0; i < t.inner; ++i) {
-    const double left = piece[i] == 0 ? p[i] : 0, with_s = left * s[i], with_x = p[i] * x[i];
-    const double left_with_x = left * x[i];
-    squares += with_x * x[i];
+  Four p0{}, p1{}, p2{}, x0{}, x1{}, squares{};
+  for (int64_t i = 0; i < t.inner; i += 4) {
+    const Four of_s = load_simd<Four>(s + i), of_x = load_simd<Four>(x + i), of_p = load_simd<Four>(p + i);
+    const Four left = left_of(of_p, piece + i), with_s = left * of_s, with_x = left * of_x;
+    squares += of_p * of_x * of_x;
     p0 += left;
     p1 += with_s;
-    p2 += with_s * s[i];
-    x0 += left_with_x;
-    x1 += left_with_x * s[i];
+    p2 += with_s * of_s;
+    x0 += with_x;
+    x1 += with_x * of_s;
   }
-  row.x_squared = squares;
-  const Four of_p{p0, p1, p2, 0.0}, of_x{x0, x1, 0.0, 0.0};
+  row.x_squared = total_of(squares);
+  const Four of_p{total_of(p0), total_of(p1), total_of(p2), 0.0}, of_x{total_of(x0), total_of(x1), 0.0, 0.0};
   add_to(row.of_piece[0], of_p);
   add_to(row.of_piece[0] + 8, of_x);
   row.seen |= 1;
-  for (int64_t group = 0; group < t.inner; group += 8) {
-    uint64_t pieces;
-    std::memcpy(&pieces, piece + group, sizeof(pieces));
-    if (pieces == 0) continue;
-    for (int64_t i = group; i < group + 8; ++i) {
-      if (piece[i]) add_entry(row, piece[i], s[i], x[i], p[i]);
-    }
-  }
+  for_each_inner(piece, t.inner, [&](int64_t i) { add_entry(row, piece[i], s[i], x[i], p[i]); });
 }
 
 // basis[piece][k]: of (a, f_1, ..., f_m); that of a is 0.
@@ -177,10 +190,17 @@ FK_VECTOR_CLONES void residuals_of_tile(const SplineTile& t, const SplineTargets
   }
 }
 
+// Adds up four copies of the moments: entries of one piece follow each other, and an addition to memory waits for the
+// one before.
+FK_HOST_DEVICE void add_copies(const double (&copies)[4][kSize][4], double (&moments)[kSize][4]) {
+  for (int64_t i = 0; i < kSize; ++i) {
+    for (const auto& copy : copies) add_to(moments[i], load_simd<Four>(copy[i]));
+  }
+}
+
 FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sums) {
   const bool by_class = !sums.bias.empty();
   if (t.column) {
-    // Four copies: entries of one piece follow each other, and an addition to memory waits for the one before.
     double moments[4][kSize][4] = {};
     for (int64_t c = 0; c < t.classes; ++c) {
       const double *r = t.f + c * kSplineTileRows, *s = t.u + c * kSplineTileRows, *x = t.x + c * kSplineTileRows;
@@ -198,27 +218,26 @@ FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sum
       const uint8_t* piece = t.piece + c * kSplineTileRows;
       for (int64_t i = 0; i < t.n_rows; ++i) add_to(moments[i & 3][piece[i]], r[i] * powers_of(s[i]));
     }
-    for (int64_t i = 0; i < kSize; ++i) {
-      for (const auto& copy : moments) add_to(sums.moments[i], load_simd<Four>(copy[i]));
-    }
+    add_copies(moments, sums.moments);
     return;
   }
   double* const bias = sums.bias.data();
   double* const weight = sums.weight.data();
+  double moments[4][kSize][4] = {};
   for (int64_t o = 0; o < t.outer; ++o) {
     const double *r = t.f + o * t.inner, *s = t.u + o * t.inner, *x = t.x + o * t.inner;
     const uint8_t* piece = t.piece + o * t.inner;
-    double r0 = 0, r1 = 0, of_x = 0;
-#pragma omp simd reduction(+ : r0, r1, of_x)
-    for (int64_t i = 0; i < t.inner; ++i) {
-      const double left = piece[i] == 0 ? r[i] : 0;
+    Four r0{}, r1{}, of_x{};
+    for (int64_t i = 0; i < t.inner; i += 4) {
+      const Four of_r = load_simd<Four>(r + i), left = left_of(of_r, piece + i);
       r0 += left;
-      r1 += left * s[i];
-      of_x += r[i] * x[i];
+      r1 += left * load_simd<Four>(s + i);
+      of_x += of_r * load_simd<Four>(x + i);
     }
-    sums.x += of_x;
-    sums.moments[0][0] += r0;
-    sums.moments[0][1] += r1;
+    for_each_inner(piece, t.inner, [&](int64_t i) { add_to(moments[i & 3][piece[i]], r[i] * powers_of(s[i])); });
+    sums.x += total_of(of_x);
+    sums.moments[0][0] += total_of(r0);
+    sums.moments[0][1] += total_of(r1);
     if (by_class) {
 #pragma omp simd
       for (int64_t i = 0; i < t.classes; ++i) {
@@ -226,15 +245,8 @@ FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sum
         weight[i] += r[i] * x[i];
       }
     }
-    for (int64_t group = 0; group < t.inner; group += 8) {
-      uint64_t pieces;
-      std::memcpy(&pieces, piece + group, sizeof(pieces));
-      if (pieces == 0) continue;
-      for (int64_t i = group; i < group + 8; ++i) {
-        if (piece[i]) add_to(sums.moments[piece[i]], r[i] * powers_of(s[i]));
-      }
-    }
   }
+  add_copies(moments, sums.moments);
 }
 
 // ---- temperature and histogram -------------------------------------------------------------------------------------
