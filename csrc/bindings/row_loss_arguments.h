@@ -193,8 +193,9 @@ Prepared<Scalar> prepare(const Inputs& inputs, const Options& options) {
   p.input = with_row_layout(input, class_dim, &args.layout);
   args.logits = static_cast<const Scalar*>(p.input.const_data_ptr());
   if (is_soft_target(target)) {
-    p.target = with_row_layout(as_dtype(target, real), class_dim, &args.target_layout);
-    args.target_probs = static_cast<const Real*>(p.target.const_data_ptr());
+    const bool is_real = target.scalar_type() != input.scalar_type();
+    p.target = with_row_layout(is_real ? as_dtype(target, real) : target, class_dim, &args.target_layout);
+    args.target_probs = {p.target.const_data_ptr(), is_real};
   } else {
     p.target = target.contiguous();
     args.labels = labels_of(p.target);

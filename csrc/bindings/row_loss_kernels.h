@@ -179,11 +179,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
       if (!prepared.target.is_non_overlapping_and_dense()) {
         prepared.target = prepared.target.contiguous();
         prepared.args.target_layout = *row_layout(prepared.target, class_dim);
-        prepared.args.target_probs = static_cast<const Real*>(prepared.target.const_data_ptr());
+        prepared.args.target_probs.data = prepared.target.const_data_ptr();
       }
       grad_target = at::empty_like(target, target.options().dtype(real));
       const bool same_layout = grad_target.strides() == prepared.target.strides();
-      target_buffer = same_layout ? grad_target : at::empty_like(prepared.target);
+      target_buffer = same_layout ? grad_target : at::empty_like(prepared.target, grad_target.options());
       args.grad_target = static_cast<Real*>(target_buffer.mutable_data_ptr());
     }
     if (needed[2]) {

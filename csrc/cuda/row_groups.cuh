@@ -33,7 +33,7 @@ struct Row {
   const Scalar* logits;
   int64_t class_stride;
   int classes;
-  const Real* targets;  // or null: labels
+  Probabilities<Scalar> targets;  // or null: labels
   int64_t target_stride;
   int label;
   bool is_live;
@@ -41,12 +41,6 @@ struct Row {
   int lanes;
 
   __device__ __forceinline__ Real z(int64_t j) const { return load_as_compute(logits[j * class_stride]); }
-  __device__ __forceinline__ Real share(const RowLossArgs<Scalar>& args, int64_t j) const {
-    const Real kept = Real(1) - args.label_smoothing;
-    const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
-    if (targets != nullptr) return kept * targets[j * target_stride] + spread;
-    return j == label ? kept + spread : spread;
-  }
 };
 
 // Row number `thread of the block / lanes` of a tile; it may be beyond the last one.
@@ -64,8 +58,8 @@ __device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, c
   result.label = kIgnored;
   if (result.row < args.rows) {
     result.logits = args.logits + geometry.logits(result.row);
-    if (args.target_probs != nullptr) {
-      result.targets = args.target_probs + geometry.target_probs(result.row);
+    if (args.target_probs) {
+      result.targets = args.target_probs.from(geometry.target_probs(result.row));
       result.label = 0;
     } else {
       result.label = read_label(args, result.row);

@@ -105,7 +105,7 @@ struct RowOffset {
 // Whether a loss needs the terms of every class.
 template <typename Scalar>
 bool is_soft(const RowLossArgs<Scalar>& args) {
-  return args.target_probs != nullptr || args.label_smoothing != 0;
+  return args.target_probs || args.label_smoothing != 0;
 }
 
 // Whether the classes of a row are further apart than neighbouring rows.
@@ -122,8 +122,8 @@ template <typename Scalar>
 bool sizes_are_valid(const RowLossArgs<Scalar>& args) {
   constexpr int64_t kMostClasses = INT32_MAX - 64 * kBlock * kVectorBytes;
   return args.rows >= 0 && args.classes >= 0 && args.classes <= kMostClasses && args.layout.inner > 0 &&
-         (args.target_probs == nullptr || args.target_layout.inner > 0) &&
-         (args.target_probs != nullptr) != (args.labels.data != nullptr);
+         (!args.target_probs || args.target_layout.inner > 0) &&
+         static_cast<bool>(args.target_probs) != (args.labels.data != nullptr);
 }
 
 // The launchers for is_soft; their arguments are valid.

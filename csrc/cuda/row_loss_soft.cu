@@ -13,6 +13,7 @@
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
+#include "cuda/soft_shares.cuh"
 #include "kernels/row_loss.h"
 #include "math/row_losses.h"
 
@@ -23,25 +24,15 @@ namespace {
 template <typename Scalar>
 constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 1 : 2;
 
-template <typename Array>
-constexpr int kCount = std::extent_v<std::remove_reference_t<Array>>;
-
 // ---- a row and its classes -----------------------------------------------------------------------------------------
 
-// The shares of a row with their weights: those of the classes, or the row's weight.
-template <typename Loss, typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> class_share(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
-                                                         int64_t j) {
-  const compute_t<Scalar> share = row.share(args, j);
-  return Loss::kTarget == SoftTarget::kClasses ? weight_of(args, j) * share : share;
-}
-
+// The weight of a row if the loss weighs rows: that of its label, or the mean over its class probabilities.
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> row_weight(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
                                                         const RowGroup& group) {
   using Real = compute_t<Scalar>;
   if (Loss::kTarget != SoftTarget::kRows || args.class_weight == nullptr) return Real(1);
-  if (args.target_probs == nullptr) return row.is_live ? args.class_weight[row.label] : Real(0);
+  if (!args.target_probs) return row.is_live ? args.class_weight[row.label] : Real(0);
   Real mean = 0;
   for (int64_t j = row.index; row.is_live && j < row.classes; j += row.lanes) {
     mean += args.class_weight[j] * row.targets[j * row.target_stride];
@@ -59,7 +50,8 @@ struct SoftRow {
   Real likely;  // logit of the likely class, or NaN
   Real gamma;
   Real epsilon;
-  bool is_square;
+  bool is_square;  // gamma is 2
+  bool is_zero;    // gamma is 0
   bool is_detached;
 
   __device__ __forceinline__ SoftRow(const RowLossArgs<Scalar>& args, const Row<Scalar>& row, Real max, Real log_s,
@@ -67,7 +59,9 @@ struct SoftRow {
       : max(max), log_s(log_s), log_u(log_u), epsilon(args.epsilon), is_detached(is_detached) {
     likely = exponential(-log_s) > kUnlikely<Real> ? max : kNaN<Real>;
     gamma = row.is_live && args.edges == nullptr ? gamma_at(args, row.row, Real(0)) : Real(0);
-    is_square = gamma == Real(2) && !has_gamma_slope;
+    const bool is_number = args.edges == nullptr && !has_gamma_slope;
+    is_square = is_number && gamma == Real(2);
+    is_zero = is_number && gamma == Real(0);
   }
 };
 
@@ -85,6 +79,8 @@ __device__ __forceinline__ void with_gamma(const RowLossArgs<Scalar>& args, cons
   const bool detached = numbers.is_detached;
   if (!Loss::kHasGamma || numbers.is_square) {
     f([&](Real) { return SquareGamma<Real>(detached); });
+  } else if (numbers.is_zero) {
+    f([&](Real) { return WholeGamma<Real, 0>(detached); });
   } else if (args.edges == nullptr) {
     const AnyGamma<Real> gamma(gamma_of_loss<Loss>(numbers.gamma), detached);
     f([&](Real) { return gamma; });
@@ -126,32 +122,26 @@ __device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ ClassTerms<compute_t<Scalar>> likely_terms(const RowLossArgs<Scalar>& args,
                                                                       const Row<Scalar>& row,
-                                                                      const SoftRow<Scalar>& numbers, int j) {
+                                                                      const SoftRow<Scalar>& numbers,
+                                                                      compute_t<Scalar> share) {
   const compute_t<Scalar> log_p = -numbers.log_s;
   return Loss::class_terms(log_p, numbers.log_u, gamma_at(args, row.row, exponential(log_p)), numbers.epsilon,
-                           numbers.is_detached, class_share<Loss>(args, row, j));
+                           numbers.is_detached, share);
 }
 
-// Calls take(k, z, share, gamma_of) for the classes of a thread except the likely one, whose index it returns. Uniform
-// shares count as 1 here.
-template <typename Loss, bool kUniform, typename Scalar, typename Values, typename Take>
-__device__ __forceinline__ void each_unlikely(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
-                                              const SoftRow<Scalar>& numbers, const Values& values, int first, int step,
-                                              int& top, Take take) {
-  using Real = compute_t<Scalar>;
-  with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
+// Calls take(terms) for these classes except the likely one, whose index goes to `top`.
+template <typename Loss, typename Scalar, typename Gamma, typename Values, typename Shares, typename Take>
+__device__ __forceinline__ void each_unlikely(const SoftRow<Scalar>& numbers, Gamma gamma_of, const Values& values,
+                                              const Shares& shares, int first, int step, int& top, Take take) {
 #pragma unroll
-    for (int k = 0; k < kCount<Values>; ++k) {
-      const int j = first + k * step;
-      const auto of_class =
-          unlikely_class<Loss>(numbers, values[k], gamma_of, kUniform ? Real(1) : class_share<Loss>(args, row, j));
-      if (values[k] == numbers.likely) {
-        top = j;
-      } else {
-        take(of_class.terms);
-      }
+  for (int k = 0; k < kCount<Values>; ++k) {
+    const auto of_class = unlikely_class<Loss>(numbers, values[k], gamma_of, shares[k]);
+    if (values[k] == numbers.likely) {
+      top = first + k * step;
+    } else {
+      take(of_class.terms);
     }
-  });
+  }
 }
 
 // The label's share minus the share of every other class, and the share of every other class.
@@ -187,13 +177,16 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     double row_sum = 0;
     int top = kNoClass;
     const Real share = uniform_share<kUniform>(args);
-    each_class(row, [&](const auto& values, int first, int step) {
-      Real sum = 0;
-      // Multiplies each loss by its share before the sum: the sum of the losses of several classes masked by a large
-      // number would be infinite.
-      each_unlikely<Loss, kUniform>(args, row, numbers, values, first, step, top,
-                                    [&](const ClassTerms<Real>& terms) { sum += share * terms.loss; });
-      row_sum += static_cast<double>(sum);
+    const ClassShares<Loss, Scalar, kUniform> shares(args, row);
+    with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
+      each_class_with_share(row, shares, [&](const auto& values, const auto& some, int first, int step) {
+        Real sum = 0;
+        // Multiplies each loss by its share before the sum: the sum of the losses of several classes masked by a large
+        // number would be infinite.
+        each_unlikely<Loss>(numbers, gamma_of, values, some, first, step, top,
+                            [&](const ClassTerms<Real>& terms) { sum += share * terms.loss; });
+        row_sum += static_cast<double>(sum);
+      });
     });
     Real loss = group.sum(static_cast<Real>(row_sum));
     const int row_top = group.min(top);
@@ -201,13 +194,13 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     if (row.row >= args.rows || row.index != 0) continue;
 
     if (row.is_live) {
-      if (row_top != kNoClass) loss += likely_terms<Loss>(args, row, numbers, row_top).loss;
+      if (row_top != kNoClass) loss += likely_terms<Loss>(args, row, numbers, shares.of(row_top)).loss;
       if (kUniform && row.label != row_top && label_share(args) != Real(0)) {
         loss += label_share(args) * unlikely_class<Loss>(args, numbers, row.z(row.label)).terms.loss;
       }
       loss *= weight;
       // Probability targets: the mean is over the rows.
-      weight_sum += args.target_probs != nullptr ? 1.0 : static_cast<double>(weight_of(args, row.label));
+      weight_sum += args.target_probs ? 1.0 : static_cast<double>(weight_of(args, row.label));
     } else {
       loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
     }
@@ -269,18 +262,21 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     double gamma_sum = 0;
     [[maybe_unused]] double loss_sum = 0;
     int top = kNoClass;
-    each_class(row, [&](const auto& values, int first, int step) {
-      Real slope = 0;
-      Real of_gamma = 0;
-      [[maybe_unused]] Real loss = 0;
-      each_unlikely<Loss, kUniform>(args, row, numbers, values, first, step, top, [&](const ClassTerms<Real>& terms) {
-        slope += terms.slope;
-        of_gamma += terms.grad_gamma;
-        if constexpr (Loss::kTarget == SoftTarget::kRows) loss += terms.loss;
+    const ClassShares<Loss, Scalar, kUniform> shares(args, row);
+    with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
+      each_class_with_share(row, shares, [&](const auto& values, const auto& some, int first, int step) {
+        Real slope = 0;
+        Real of_gamma = 0;
+        [[maybe_unused]] Real loss = 0;
+        each_unlikely<Loss>(numbers, gamma_of, values, some, first, step, top, [&](const ClassTerms<Real>& terms) {
+          slope += terms.slope;
+          of_gamma += terms.grad_gamma;
+          if constexpr (Loss::kTarget == SoftTarget::kRows) loss += terms.loss;
+        });
+        slope_sum += static_cast<double>(slope);
+        if (with_gamma_slope) gamma_sum += static_cast<double>(of_gamma);
+        if constexpr (Loss::kTarget == SoftTarget::kRows) loss_sum += static_cast<double>(loss);
       });
-      slope_sum += static_cast<double>(slope);
-      if (with_gamma_slope) gamma_sum += static_cast<double>(of_gamma);
-      if constexpr (Loss::kTarget == SoftTarget::kRows) loss_sum += static_cast<double>(loss);
     });
     const Real share = uniform_share<kUniform>(args);
     const int row_top = group.min(top);
@@ -312,7 +308,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     }
     ClassTerms<Real> of_top = {};
     if (row_top != kNoClass) {
-      of_top = likely_terms<Loss>(args, row, numbers, row_top);
+      of_top = likely_terms<Loss>(args, row, numbers, shares.of(row_top));
       of_gamma += of_top.grad_gamma;
       slopes.loss += of_top.loss;
     }
@@ -325,22 +321,21 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     const Real of_p = scale * slopes.all;
     const Real of_slope = scale * share;
     const RowWriter<Scalar> writer(row, grad, stride);
-    each_class(row, [&](const auto& values, int first, int step) {
-      constexpr int count = kCount<decltype(values)>;
-      Scalar result[count];
-      with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
+    with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
+      each_class_with_share(row, shares, [&](const auto& values, const auto& some, int first, int step) {
+        constexpr int count = kCount<decltype(values)>;
+        Scalar result[count];
 #pragma unroll
         for (int k = 0; k < count; ++k) {
-          const int j = first + k * step;
-          const auto of_class =
-              unlikely_class<Loss>(numbers, values[k], gamma_of, kUniform ? Real(1) : class_share<Loss>(args, row, j));
+          const auto of_class = unlikely_class<Loss>(numbers, values[k], gamma_of, some[k]);
           result[k] = Store<Scalar>::from_compute(of_class.p * of_p - of_slope * of_class.terms.slope);
           if (!kUniform && grad_target != nullptr) {
+            const int j = first + k * step;
             grad_target[j * row.target_stride] = target_gradient<Loss>(args, slopes, j, of_class.terms.grad_share);
           }
         }
+        if (grad != nullptr) writer.write(result, first, step);
       });
-      if (grad != nullptr) writer.write(result, first, step);
     });
     // Overwrites a value that the same thread wrote.
     if (kUniform && grad != nullptr && row.label != row_top && is_mine(row, row.label)) {
@@ -363,7 +358,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
 // Whether all classes but the label have one share, to which their terms are proportional.
 template <typename Loss, typename Scalar>
 bool is_uniform(const RowLossArgs<Scalar>& args) {
-  return Loss::kTarget == SoftTarget::kClasses && args.target_probs == nullptr && args.class_weight == nullptr;
+  return Loss::kTarget == SoftTarget::kClasses && !args.target_probs && args.class_weight == nullptr;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/layout.h"
 #include "math/portable.h"
@@ -9,6 +10,30 @@
 namespace focalkern {
 
 struct MmceFormula;
+
+// Class probabilities in the type of the logits or of the computation: a conversion would cost a launch and a copy.
+template <typename Scalar>
+struct Probabilities {
+  using Real = compute_t<Scalar>;
+  const void* data;  // [rows, classes], or null
+  bool is_real;      // of type Real; otherwise of type Scalar
+
+  FK_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  // Calls f with the pointer in its type.
+  template <typename Function>
+  FK_HOST_DEVICE auto typed(Function f) const {
+    if constexpr (!std::is_same_v<Scalar, Real>) {
+      if (!is_real) return f(static_cast<const Scalar*>(data));
+    }
+    return f(static_cast<const Real*>(data));
+  }
+  FK_HOST_DEVICE Probabilities from(int64_t offset) const {
+    return {typed([=](const auto* all) -> const void* { return all + offset; }), is_real};
+  }
+  FK_HOST_DEVICE Real operator[](int64_t at) const {
+    return typed([=](const auto* all) { return load_as_compute(all[at]); });
+  }
+};
 
 // Exactly one of `labels.data` and `target_probs` is set. Pointers marked "or null" are absent options.
 template <typename Scalar>
@@ -22,7 +47,7 @@ struct RowLossArgs {
 
   Labels labels;
   int64_t ignore_index;
-  const Real* target_probs;  // [rows, classes] in `target_layout`, or null
+  Probabilities<Scalar> target_probs;  // in `target_layout`
   RowLayout target_layout;
   Real label_smoothing;
 

@@ -53,7 +53,8 @@ struct Inputs {
 int64_t class_dim_of(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
 
 bool is_soft(const Tensor& target) {
-  return target.scalar_type() == ScalarType::Float || target.scalar_type() == ScalarType::Double;
+  const ScalarType type = target.scalar_type();
+  return type != ScalarType::Long && type != ScalarType::Int && type != ScalarType::Byte;
 }
 
 // The tensor, or a copy if its strides are no row layout.
@@ -79,7 +80,7 @@ struct Prepared {
     args.logits = static_cast<const Scalar*>(input.const_data_ptr());
     if (is_soft(target)) {
       target = with_row_layout(inputs.target, class_dim, &args.target_layout);
-      args.target_probs = static_cast<const Real*>(target.const_data_ptr());
+      args.target_probs = {target.const_data_ptr(), target.scalar_type() != input.scalar_type()};
     } else {
       args.labels = labels_of(target);
     }

@@ -95,7 +95,10 @@ def _prepared(inputs: _Inputs) -> tuple[list[Tensor | None], float]:
     """Input, target, gamma, edges and weight as the kernels take them, and the number gamma."""
     input, target, gamma, edges, weight = inputs
     real = compute_dtype(input.dtype)
-    target = target.to(real) if target.is_floating_point() else target.contiguous()
+    if not target.is_floating_point():
+        target = target.contiguous()
+    elif target.dtype != input.dtype:
+        target = target.to(real)
     if edges is not None:
         assert isinstance(gamma, Tensor)
         values, number = gamma.to(real), 0.0
@@ -164,7 +167,7 @@ def _backward(
         # The kernel knows one layout for the target and its gradient, with classes or rows adjacent.
         if not labels.movedim(_class_dim(labels), -1).is_contiguous():
             tensors[1] = labels = labels.contiguous()
-        grad_target = torch.empty_like(labels)
+        grad_target = torch.empty_like(labels, dtype=real)
     if needed[2]:
         grad_gamma = input.new_empty(_loss_shape(input), dtype=real)
     settings = (ignore_index, label_smoothing, detach_modulation, kind, epsilon, reduction == _MEAN)

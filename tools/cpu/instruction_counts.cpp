@@ -41,7 +41,7 @@ int count_rows(int64_t classes, bool with_table, Target target = Target::kLabels
   std::vector<Real> shares;
   if (target == Target::kProbabilities) {
     shares.assign(rows * classes, Real(1) / static_cast<Real>(classes));
-    forward.target_probs = shares.data();
+    forward.target_probs = {shares.data(), true};
     forward.target_layout = forward.layout;
   } else {
     forward.labels = {labels.data(), Labels::Type::kInt64};

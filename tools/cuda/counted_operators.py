@@ -29,11 +29,14 @@ FOCAL_LOSS = [
     ("bfloat16", (16896, 100), 4), ("float32", (2, 19, 67584), 5), ("bfloat16", (2, 19, 67584), 5),
     ("float64", (16896, 1000), 2), ("float32", (8, 128256), 2), ("bfloat16", (8, 128256), 2),
 ]  # fmt: skip
-# Labels, and for the focal loss label smoothing, which shares the kernels of class probabilities.
+# Labels, label smoothing, or class probabilities of the type of the logits, which share the kernels of smoothing. The
+# gamma is 2 where a loss has one.
 ROW_LOSS = [
-    ("poly", "float32", (16896, 1000)), ("poly", "bfloat16", (16896, 1000)), ("poly", "float32", (135168, 10)),
-    ("dual", "float32", (16896, 1000)), ("brier", "float32", (16896, 1000)), ("focal", "float32", (16896, 1000)),
-    ("focal", "float32", (135168, 10)),
+    ("poly", "float32", (16896, 1000), ""), ("poly", "bfloat16", (16896, 1000), ""),
+    ("poly", "float32", (135168, 10), ""), ("dual", "float32", (16896, 1000), ""),
+    ("brier", "float32", (16896, 1000), ""), ("focal", "float32", (16896, 1000), " smooth"),
+    ("focal", "float32", (135168, 10), " smooth"), ("focal", "float32", (16896, 1000), " smooth, gamma 0"),
+    ("focal", "float32", (16896, 1000), " probabilities"), ("focal", "bfloat16", (16896, 1000), " probabilities"),
 ]  # fmt: skip
 # Targets of the type of the logits, hard or soft, or a label for each row, or for each pixel of 128 images. Enough for
 # several rounds of the grid.
@@ -96,23 +99,25 @@ def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]
 def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
 
     specs = {spec.short: spec for spec in ROW_LOSSES.values()}
-    for loss, kind, (rows, classes) in ROW_LOSS:
-        smoothing = 0.1 if loss == "focal" else 0.0
-        case = f"{loss} {kind} {rows}x{classes}{' smooth' if smoothing else ''}"
+    for loss, kind, (rows, classes), targets in ROW_LOSS:
+        case = f"{loss} {kind} {rows}x{classes}{targets}"
         if not wanted(case):
             continue
         dtype, blocks = getattr(torch, kind), 6
         logits = (3 * torch.randn(64, classes)).to(dtype).repeat(rows // 64, 1)
         library.ptxrun_set(b"only_blocks", c_int64(blocks))
-        gamma = 2.0 if "gamma" in specs[loss].parameters else 0.0
-        run_focal_loss(library, logits, torch.randint(classes, (rows,)), gamma,
-                       torch.ones(1, dtype=real_of(dtype)), reduction="sum", label_smoothing=smoothing,
-                       kind=number_of(specs[loss].name), epsilon=1.5)  # fmt: skip
+        gamma = 2.0 if "gamma" in specs[loss].parameters and not targets.endswith("gamma 0") else 0.0
+        target = torch.randint(classes, (rows,))
+        if soft := targets == " probabilities":
+            target = (3 * torch.randn(64, classes)).softmax(1).to(dtype).repeat(rows // 64, 1)
+        run_focal_loss(library, logits, target, gamma, torch.ones(1, dtype=real_of(dtype)), reduction="sum",
+                       label_smoothing=0.1 if "smooth" in targets else 0.0, kind=number_of(specs[loss].name),
+                       epsilon=1.5, target_gradient=False)  # fmt: skip
         library.ptxrun_set(b"only_blocks", c_int64(0))
         lanes = min(32, 1 << (-(-classes // 16) - 1).bit_length())  # threads of a row
         some = taken_by(blocks, rows, 256 // lanes)
         for name, code in executed(library).items():
-            moved = some * (classes * dtype.itemsize * (2 if "backward" in name else 1) + 20)
+            moved = some * (classes * dtype.itemsize * (soft + (2 if "backward" in name else 1)) + 20)
             yield Count(case, short(name), **count(code, some * classes, moved))
 
 

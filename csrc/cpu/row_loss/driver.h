@@ -287,7 +287,7 @@ void backward_labels(const RowLossBackward<Scalar>& args, int64_t row_begin, int
 
 template <typename Scalar>
 bool is_soft(const RowLossArgs<Scalar>& args) {
-  return args.target_probs != nullptr || args.label_smoothing != 0;
+  return args.target_probs || args.label_smoothing != 0;
 }
 
 }  // namespace

@@ -175,10 +175,12 @@ class SoftReader {
     columns.target = constants<Real>().zeros;
     columns.target_stride = 0;
     if (args.target_probs && direct && layout.inner == args.layout.inner && layout.inner_stride == 1) {
-      columns.target = args.target_probs + layout.row_offset(row);
+      columns.target = static_cast<const Real*>(args.target_probs.data) + layout.row_offset(row);
       columns.target_stride = layout.class_stride;
     } else if (args.target_probs) {
-      gather_columns(args.target_probs, layout, args.classes, row, n, scratch(memory_of_targets));
+      args.target_probs.typed([&](const auto* probabilities) {
+        gather_columns(probabilities, layout, args.classes, row, n, scratch(memory_of_targets));
+      });
       columns.target = memory_of_targets.get();
       columns.target_stride = kTileRows;
     }
@@ -212,7 +214,9 @@ class SoftReader {
     if (args.target_probs) {
       RowCursor target_at(args.target_layout, row);
       for (int64_t r = 0; r < n; ++r, target_at.next()) {
-        rows.target[r] = row_of(args.target_probs, args.target_layout, target_at.offset(), memory_of_targets, r);
+        rows.target[r] = args.target_probs.typed([&](const auto* probabilities) {
+          return row_of(probabilities, args.target_layout, target_at.offset(), memory_of_targets, r);
+        });
       }
     } else {
       std::fill_n(rows.target, n, constants<Real>().zeros);

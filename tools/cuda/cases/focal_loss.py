@@ -23,9 +23,10 @@ from tools.cuda.cases.common import (
 
 FOCAL_LOSS = [
     ("rows", c_int64), ("classes", c_int64), ("logits", c_void_p), ("layout", Layout), ("labels", Labels),
-    ("ignore_index", c_int64), ("target_probs", c_void_p), ("target_layout", Layout), ("label_smoothing", "real"),
-    ("class_weight", c_void_p), ("detach_modulation", c_bool), ("gamma", c_void_p), ("gamma_stride", c_int64),
-    ("gamma_value", "real"), ("epsilon", "real"), ("edges", c_void_p), ("n_bins", c_int64), ("saved", c_void_p),
+    ("ignore_index", c_int64), ("target_probs", c_void_p), ("target_is_real", c_bool), ("target_layout", Layout),
+    ("label_smoothing", "real"), ("class_weight", c_void_p), ("detach_modulation", c_bool), ("gamma", c_void_p),
+    ("gamma_stride", c_int64), ("gamma_value", "real"), ("epsilon", "real"), ("edges", c_void_p),
+    ("n_bins", c_int64), ("saved", c_void_p),
 ]  # fmt: skip
 FOCAL_LOSS_FORWARD = [*FOCAL_LOSS, ("row_loss", c_void_p)]
 FOCAL_LOSS_BACKWARD = [
@@ -35,8 +36,8 @@ FOCAL_LOSS_BACKWARD = [
 
 
 def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_index=-100, reduction="mean",
-                   label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True, kind=0,
-                   epsilon=0.0):  # fmt: skip
+                   label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True, target_gradient=True,
+                   kind=0, epsilon=0.0):  # fmt: skip
     """Everything that the two kernels write, by name; without `gradients`, that for gamma alone. Other kinds are the
     other losses of rows."""
     which = (kind,) if kind else ()
@@ -52,6 +53,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         forward.logits, forward.layout = memory.put(logits), Layout.of(logits)
         if soft:
             forward.target_probs, forward.target_layout = memory.put(target), Layout.of(target)
+            forward.target_is_real = target.dtype != dtype
         else:
             forward.labels = Labels(memory.put(target.contiguous()), LABELS.index(target.dtype))
         forward.ignore_index, forward.label_smoothing = ignore_index, label_smoothing
@@ -86,7 +88,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         backward.grad_layout = Layout.of(grad_like)
         if gradients:
             backward.grad_logits = memory.out(nan_like(grad_like))
-            backward.grad_target = memory.out(nan_like(target)) if soft else None
+            backward.grad_target = memory.out(nan_like(target.to(real))) if soft and target_gradient else None
         # As the operator does: a number has no slope, and the kernels may take another way.
         with_gamma = isinstance(gamma, torch.Tensor) or not gradients
         backward.grad_gamma = memory.out(row_numbers) if with_gamma else None
@@ -96,7 +98,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
             "loss": memory.get(row_loss, row_numbers) if reduction == "none" else memory.get(loss, one),
             "divisor": memory.get(divisor, one),
             "grad_logits": memory.get(backward.grad_logits, grad_like) if gradients else None,
-            "grad_target": memory.get(backward.grad_target, target) if soft and gradients else None,
+            "grad_target": memory.get(backward.grad_target, target.to(real)) if backward.grad_target else None,
             "grad_gamma": memory.get(backward.grad_gamma, row_numbers) if with_gamma else None,
         }
 

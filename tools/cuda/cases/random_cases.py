@@ -48,7 +48,8 @@ def focal(library, r):
     soft = r.random() < 0.15
     options = {"reduction": r.choice(["none", "mean", "sum"]), "label_smoothing": r.choice([0.0, 0.0, 0.0, 0.1, 0.5])}
     if soft:
-        target = torch.empty_like(logits, dtype=real_of(dtype)).copy_(torch.randn(logits.shape).softmax(1))
+        target_type = r.choice([dtype, real_of(dtype)])
+        target = torch.empty_like(logits, dtype=target_type).copy_(torch.randn(logits.shape).softmax(1))
         if r.random() < 0.3:
             target = target.contiguous()
     else:

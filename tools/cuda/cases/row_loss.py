@@ -229,6 +229,29 @@ def test_soft_takes_each_element_once(library, dtype, first):
         check_soft(library, "focal", logits, labels_for(logits), label_smoothing=0.3, grad_like=grad_like)
 
 
+# Class probabilities in the type of the logits or of the computation, on every boundary of a vector: one thread, lanes
+# and a warp share the row.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [12, 136, 2056])
+def test_soft_targets_of_both_types(library, dtype, classes):
+    for skip in (0, 1, 4):
+        logits = torch.randn(3 * classes + skip).to(dtype)[skip:].reshape(3, classes)
+        for skip_target in (0, 1, 4):
+            for target_type in dict.fromkeys((dtype, torch.float32)):
+                shares = shares_for(logits).reshape(-1).to(target_type)
+                target = torch.cat([torch.zeros(skip_target, dtype=target_type), shares])[skip_target:]
+                check_soft(library, "focal", logits, target.reshape(3, classes), reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", SOFT)
+def test_soft_targets_of_pixels_in_the_type_of_logits(library, loss, dtype):
+    for logits in (torch.randn(2, 9, 37).to(dtype), torch.randn(3, 2, 600).to(dtype).transpose(1, 2)):
+        target = torch.empty_like(logits).copy_(torch.randn(logits.shape).softmax(1))
+        for other in (target, target.contiguous()):
+            check_soft(library, loss, logits, other, 0.0, label_smoothing=0.1, reduction="none")
+
+
 # Every kind of gamma has formulas of its own, as has the class above half of the probability: the label or another one,
 # barely above and below, certain, and tied with others.
 @pytest.mark.parametrize("loss", SOFT)

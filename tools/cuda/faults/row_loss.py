@@ -110,6 +110,24 @@ FAULTS = [
         "Real(0);",
     ),
     Fault(
+        "a row's targets on other boundaries than its logits",
+        "soft_shares.cuh",
+        "elements_to_boundary(targets + head) == 0;",
+        "elements_to_boundary(targets + head) >= 0;",
+    ),
+    Fault(
+        "the second vector has the shares of the first",
+        "soft_shares.cuh",
+        "shares.read(next, 1, more);",
+        "shares.read(first, 1, more);",
+    ),
+    Fault(
+        "a gamma below 2 counts as 0",
+        "row_loss_soft.cu",
+        "is_zero = is_number && gamma == Real(0);",
+        "is_zero = is_number && gamma < Real(2);",
+    ),
+    Fault(
         "the counter of finished blocks is not cleared",
         "grid_sum.cuh",
         "cudaMemsetAsync(to.finished, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));",

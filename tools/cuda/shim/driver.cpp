@@ -110,7 +110,7 @@ void row_loss(int rows, int classes, int layout, int mode, bool none) {
   a.saved = saved.p;
   a.target_layout = {rows > 0 ? rows : 1, 0, classes, 1};
   if (mode == 2) {
-    a.target_probs = soft.p;
+    a.target_probs = {soft.p, true};
     a.label_smoothing = R(.1);
   } else
     a.labels = {labels.p, Labels::Type::kInt32};
