@@ -214,6 +214,14 @@ __device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (
   total = {step.max, total.sum * exponential(total.max - exp_base(step.max)) + step.sum};
 }
 
+// A sum of few numbers, in the interface of the next.
+template <typename Real>
+struct PlainSum {
+  Real sum = 0;
+
+  __device__ __forceinline__ void add(Real shrink, Real summand) { sum = sum * shrink + summand; }
+};
+
 // A sum with the rounding error of its additions (Kahan), for a thread that adds many classes.
 template <typename Real>
 struct CompensatedSum {

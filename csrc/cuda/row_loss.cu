@@ -50,9 +50,16 @@ template <typename Loss, typename Scalar>
 __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<Scalar>& row, const RowGroup& group) {
   using Real = compute_t<Scalar>;
   if constexpr (Loss::kSumExcludesTop) {
-    SumBesideLargest<Real, Loss::kSquares> mine;
-    mine.read(row);
-    const auto sums = mine.of(group);
+    RowSums<Real> sums;
+    if (row.classes <= kFewClasses * row.lanes) {
+      SumBesideLargest<Real, Loss::kSquares, PlainSum<Real>> mine;
+      mine.read(row);
+      sums = mine.of(group);
+    } else {
+      SumBesideLargest<Real, Loss::kSquares> mine;
+      mine.read(row);
+      sums = mine.of(group);
+    }
     // m - m is NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const int largest = sums.largest == kNoClass ? 0 : sums.largest;
