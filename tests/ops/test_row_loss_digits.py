@@ -204,3 +204,22 @@ def test_digits_of_a_gradient_without_a_label_of_a_linear_layer():
 
     for found, expected in zip(of(torch.float32), of(torch.float64), strict=True):
         assert ((found - expected).abs() <= 1e-6 * expected.abs().max()).all()
+
+
+# p_j - t_j cancels: the error is relative to p_j and t_j, as the docstring says.
+@pytest.mark.parametrize("classes", [2, 40, 1000, 50000])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("gamma", [0.0, 1.5, 2.0])
+def test_digits_of_a_gradient_of_probabilities_like_the_prediction(device, classes, noise, gamma):
+    for spread in (0.01, 1.0, 4.0):
+        z = spread * torch.randn(4, classes)
+        target = (z.double() + noise * torch.randn(4, classes)).softmax(1).float()
+
+        def of(function, dtype, where, z=z, target=target):
+            leaf = z.to(where, dtype).requires_grad_()
+            loss = function(leaf, target.to(where, dtype), gamma, reduction="sum")
+            return torch.autograd.grad(loss, leaf)[0].cpu().double()
+
+        found = of(fk.focal_loss, torch.float32, device)
+        expected = of(reference.focal_loss, torch.float64, "cpu")
+        assert ((found - expected).abs() <= 4e-6 * (z.double().softmax(1) + target)).all()
