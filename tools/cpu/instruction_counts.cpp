@@ -102,7 +102,7 @@ int count_elements(SigmoidLoss loss, int64_t classes, bool with_labels) {
   forward.has_alpha = !asymmetric;
   forward.second.value = asymmetric ? 1 : 0.25;
   forward.weight.value = 1;
-  forward.margin = asymmetric ? Real(0.05) : Real(0);
+  forward.constant = asymmetric ? Real(0.05) : Real(0);
   SigmoidLossBackward<Scalar> backward{};
   static_cast<SigmoidLossArgs<Scalar>&>(backward) = forward;
   const Real divisor = static_cast<Real>(size);
