@@ -165,13 +165,13 @@ struct Prepared {
 };
 
 Tensor with_row_layout(const Tensor& tensor, int64_t class_dim, RowLayout* layout) {
-  auto found = row_layout(tensor, class_dim);
+  auto found = row_layout(tensor, class_dim, tensor.is_cpu());
   if (found) {
     *layout = *found;
     return tensor;
   }
   const Tensor copy = tensor.contiguous();
-  *layout = *row_layout(copy, class_dim);
+  *layout = *row_layout(copy, class_dim, /*with_images=*/false);
   return copy;
 }
 

@@ -170,15 +170,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
     Tensor input_buffer, target_buffer;
     if (needed[0]) {
       grad_input = empty_result_like(input, input.scalar_type());
-      input_buffer =
-          row_layout(grad_input, class_dim) ? grad_input : empty_result_like(prepared.input, input.scalar_type());
+      input_buffer = row_layout(grad_input, class_dim, input.is_cpu())
+                         ? grad_input
+                         : empty_result_like(prepared.input, input.scalar_type());
       args.grad_logits = static_cast<Scalar*>(input_buffer.mutable_data_ptr());
     }
     if (needed[1]) {
       // The kernel has one layout for the target and its gradient, so an expanded target cannot provide it.
       if (!prepared.target.is_non_overlapping_and_dense()) {
         prepared.target = prepared.target.contiguous();
-        prepared.args.target_layout = *row_layout(prepared.target, class_dim);
+        prepared.args.target_layout = *row_layout(prepared.target, class_dim, input.is_cpu());
         prepared.args.target_probs.data = prepared.target.const_data_ptr();
       }
       grad_target = at::empty_like(target, target.options().dtype(real));
@@ -191,7 +192,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
       args.grad_gamma = static_cast<Real*>(grad_gamma.mutable_data_ptr());
     }
     static_cast<RowLossArgs<Scalar>&>(args) = prepared.args;
-    if (needed[0]) args.grad_layout = *row_layout(input_buffer, class_dim);
+    if (needed[0]) args.grad_layout = *row_layout(input_buffer, class_dim, input.is_cpu());
     args.saved = static_cast<Real*>(const_cast<void*>(saved.const_data_ptr()));
     if (options.reduction == kMean) args.divisor = args.saved + numbers * rows;
     Tensor upstream = as_dtype(grad, real);

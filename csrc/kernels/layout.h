@@ -9,15 +9,19 @@
 namespace focalkern {
 
 // The offset of element (row, class), in elements from the base pointer. Rows are the positions of the unreduced loss
-// in their logical order; [N, C, d1, ...] in any memory format is at most two nested runs of rows.
+// in their logical order; [N, C, d1, ...] in any memory format is at most two nested runs of rows. A crop of it is
+// three: lines of pixels, `lines` of them in an image. Only the kernels of the CPU take images.
 struct RowLayout {
   int64_t inner;  // rows in the innermost run
   int64_t outer_stride;
   int64_t inner_stride;
   int64_t class_stride;
+  int64_t lines = 0;      // runs in an image, or 0 without images
+  int64_t image_gap = 0;  // from an image to the next, beyond its lines
 
   FK_HOST_DEVICE int64_t row_offset(int64_t row) const {
-    return (row / inner) * outer_stride + (row % inner) * inner_stride;
+    const int64_t offset = (row / inner) * outer_stride + (row % inner) * inner_stride;
+    return lines == 0 ? offset : offset + row / inner / lines * image_gap;
   }
 };
 

@@ -59,12 +59,12 @@ bool is_soft(const Tensor& target) {
 
 // The tensor, or a copy if its strides are no row layout.
 Tensor with_row_layout(const Tensor& tensor, int64_t class_dim, RowLayout* layout) {
-  if (const auto found = bindings::row_layout(tensor, class_dim)) {
+  if (const auto found = bindings::row_layout(tensor, class_dim, tensor.is_cpu())) {
     *layout = *found;
     return tensor;
   }
   const Tensor copy = torch::stable::contiguous(tensor);
-  *layout = *bindings::row_layout(copy, class_dim);
+  *layout = *bindings::row_layout(copy, class_dim, /*with_images=*/false);
   return copy;
 }
 
@@ -179,10 +179,10 @@ void backward(const Tensor& grad, const Tensor& input, const Tensor& target, con
     static_cast<RowLossArgs<Scalar>&>(args) = prepared.args;
     OptionalTensor buffer = grad_input;  // where the kernel writes: a gradient may have strides that are no row layout
     if (grad_input) {
-      auto layout = bindings::row_layout(*grad_input, class_dim_of(input));
+      auto layout = bindings::row_layout(*grad_input, class_dim_of(input), input.is_cpu());
       if (!layout) {
         buffer = torch::stable::empty_like(prepared.input);
-        layout = bindings::row_layout(*buffer, class_dim_of(input));
+        layout = bindings::row_layout(*buffer, class_dim_of(input), input.is_cpu());
       }
       args.grad_layout = *layout;
     }

@@ -63,7 +63,8 @@ def test_counts_repeat(tmp_path: Path):
     assert 1 < first.ratio < 5
     table = counts.count(program, 10, "float32", "table")
     assert table.forward > first.forward
-    assert table.backward == first.backward  # the forward pass computes the part of the gradient that depends on gamma
+    # The forward pass computes the part of the gradient that depends on gamma. Counts are rounded to two digits.
+    assert table.backward == pytest.approx(first.backward, abs=0.011)
     for gamma in ("3", "1.5"):
         assert counts.count_soft(program, "smoothed", 100, "float32", gamma).both <= most_soft(gamma)
     computed = counts.count_elements(program, "focal", "float32", "dense")

@@ -35,6 +35,9 @@ LAYOUTS = {
     "every second class": lambda z: z.repeat_interleave(2, 1)[:, ::2],
     "every second column": lambda z: z.repeat_interleave(2, 3)[..., ::2],
     "an inner window": lambda z: F.pad(z, (1, 2, 2, 1, 1, 1))[:, 1:-1, 2:-1, 1:-2],
+    "a window of channels last": lambda z: F.pad(z, (1, 2, 2, 1)).contiguous(memory_format=torch.channels_last)[
+        ..., 2:-1, 1:-2
+    ],
     "rows repeated by a stride of 0": lambda z: z[:1].expand(z.shape),
     "columns repeated by a stride of 0": lambda z: z[..., :1].expand(z.shape),
     "an offset into storage": lambda z: torch.cat([z.new_zeros(3), z.flatten()])[3:].view(z.shape),
@@ -59,6 +62,28 @@ def test_layouts_give_the_bits_of_the_contiguous_case(device, layout, dtype):
             # The order of a sum over classes may follow the layout, so: the tolerance, not the bits.
             for actual, expected in zip(*results, strict=True):
                 assert_close(actual, expected)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("classes", "size"), [(3, (7, 9)), (20, (37, 70)), (40, (5, 300))])
+def test_crops_of_images(dtype, memory_format, classes, size):
+    """Lines longer and shorter than a tile, whose tiles end at lines and at images, or go beyond them."""
+    whole = torch.randn(3, classes, size[0] + 3, size[1] + 5).to(dtype).contiguous(memory_format=memory_format)
+    crop = whole[..., 1:-2, 2:-3]
+    target = torch.randint(classes, (3, *size))
+    target[1, 2, 3:] = -100
+    for options in ({}, {"label_smoothing": 0.1}, {"weight": torch.rand(classes).to(dtype)}):
+        results = []
+        for z in (crop, crop.contiguous()):
+            x = leaf(z)
+            loss = fk.focal_loss(x, target, 2.0, reduction="none", **options)
+            results.append((loss, torch.autograd.grad(loss.float().sum(), x)[0]))
+        for actual, expected in zip(*results, strict=True):
+            # The order of a sum may follow the layout, and so round to the neighbour in bfloat16.
+            rtol = 2**-7 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6)
 
 
 def test_strides_and_lazy_negation_of_the_other_arguments(device):

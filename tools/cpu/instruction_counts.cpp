@@ -37,7 +37,7 @@ int count_rows(int64_t classes, bool with_table, Target target = Target::kLabels
   forward.rows = rows;
   forward.classes = classes;
   forward.logits = logits.data();
-  forward.layout = {1, classes, 0, 1};
+  forward.layout = {rows, 0, classes, 1};
   std::vector<Real> shares;
   if (target == Target::kProbabilities) {
     shares.assign(rows * classes, Real(1) / static_cast<Real>(classes));

@@ -53,7 +53,7 @@ bool backward_fits(const RowLayout& layout, const RowLayout& grad, int64_t rows,
   switch (path) {
     case RowPath::kAcrossRows:
       FK_REQUIRE(layout.class_stride != 1 && grad.class_stride != 1 && grad.inner_stride == 1);
-      FK_REQUIRE(grad.inner == layout.inner);
+      FK_REQUIRE(grad.inner % layout.inner == 0);
       break;
     case RowPath::kDenseRows:
       FK_REQUIRE(avx512 && size <= 4 && classes >= 2 && classes <= kMostDense);
@@ -76,14 +76,18 @@ bool all_fit() {
   for (int64_t classes = 1; classes <= 5000; classes += classes < 300 ? 1 : 97) {
     for (const int64_t rows : {1, 2, 15, 16, 17, 63, 64}) {
       const RowLayout layouts[] = {
-          {1, classes, 0, 1},                // [N, C]
-          {1, classes + 3, 0, 1},            // rows with gaps
-          {1, kFarthest, 0, 1},              // far apart
-          {1, 0, 0, 1},                      // one row, expanded
-          {rows, 0, 1, rows},                // [C, N]
-          {8, 8 * classes, classes, 1},      // two runs
-          {8, 8 * classes + 5, classes, 1},  // with a gap between them
-          {8, 8 * classes, 1, 8},            // [N, C, d]
+          {1, classes, 0, 1},                    // [N, C]
+          {1, classes + 3, 0, 1},                // rows with gaps
+          {1, kFarthest, 0, 1},                  // far apart
+          {1, 0, 0, 1},                          // one row, expanded
+          {rows, 0, 1, rows},                    // [C, N]
+          {8, 8 * classes, classes, 1},          // two runs
+          {8, 8 * classes + 5, classes, 1},      // with a gap between them
+          {8, 8 * classes, 1, 8},                // [N, C, d]
+          {8, 10, 1, 60, 3, 60 * classes - 30},  // a crop of [N, C, h, w]
+          // The same with the classes last, without and with a gap between the images.
+          {8, 8 * classes, classes, 1, 3, 0},
+          {8, 10 * classes, classes, 1, 3, 30 * classes},
       };
       for (const int64_t size : {2, 4, 8}) {
         for (const bool avx512 : {false, true}) {

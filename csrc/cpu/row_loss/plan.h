@@ -55,6 +55,7 @@ inline RowPath plan_forward(const RowLayout& layout, int64_t classes, int64_t sc
 // Whether the rows follow each other without a gap, and are short enough for kDenseRows.
 inline bool is_dense(const RowLayout& layout, int64_t rows, int64_t classes, int64_t scalar_size, bool has_avx512) {
   if (scalar_size > int64_t{sizeof(float)} || classes < 2 || classes > kMostDense || !has_avx512) return false;
+  if (layout.lines > 0) return false;
   const bool runs_follow = layout.inner >= rows || layout.outer_stride == layout.inner * classes;
   return layout.class_stride == 1 && runs_follow && (layout.inner == 1 || layout.inner_stride == classes);
 }
@@ -63,8 +64,9 @@ inline bool is_dense(const RowLayout& layout, int64_t rows, int64_t classes, int
 inline RowPath plan_backward_rest(const RowLayout& layout, const RowLayout& grad_layout, int64_t classes) {
   // The gradient keeps the layout of the logits wherever both are dense; any other pair goes through a tile.
   if (is_across_rows(layout, classes)) {
+    // A run of the logits lies in one run of the gradient.
     const bool alike =
-        grad_layout.class_stride != 1 && grad_layout.inner == layout.inner && grad_layout.inner_stride == 1;
+        grad_layout.class_stride != 1 && grad_layout.inner % layout.inner == 0 && grad_layout.inner_stride == 1;
     return alike ? RowPath::kAcrossRows : RowPath::kTransposedTile;
   }
   return grad_layout.class_stride == 1 && classes > kFewClasses ? RowPath::kAlongClasses : RowPath::kTransposedTile;

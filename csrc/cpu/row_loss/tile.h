@@ -88,18 +88,24 @@ FK_HOST_DEVICE void store_special_grads(const Tile<compute_t<Scalar>>& tile, int
 class RowCursor {
  public:
   FK_HOST_DEVICE RowCursor(const RowLayout& layout, int64_t row)
-      : layout_(layout), position_(row % layout.inner), offset_(layout.row_offset(row)) {}
+      : layout_(layout),
+        position_(row % layout.inner),
+        offset_(layout.row_offset(row)),
+        line_(layout.lines == 0 ? 0 : row / layout.inner % layout.lines) {}
   FK_HOST_DEVICE int64_t offset() const { return offset_; }
   FK_HOST_DEVICE void next() {
     offset_ += layout_.inner_stride;
     if (++position_ < layout_.inner) return;
     offset_ += layout_.outer_stride - layout_.inner * layout_.inner_stride;
     position_ = 0;
+    if (++line_ != layout_.lines) return;
+    offset_ += layout_.image_gap;
+    line_ = 0;
   }
 
  private:
   RowLayout layout_;
-  int64_t position_, offset_;
+  int64_t position_, offset_, line_;
 };
 
 }  // namespace

@@ -97,7 +97,9 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 
 
 class Layout(ctypes.Structure):
-    _fields_ = [(name, c_int64) for name in ("inner", "outer_stride", "inner_stride", "class_stride")]
+    _fields_ = [
+        (name, c_int64) for name in ("inner", "outer_stride", "inner_stride", "class_stride", "lines", "image_gap")
+    ]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":  # [N, C] or [N, C, d]
