@@ -56,6 +56,7 @@ CASES = {
     "sigmoid_loss_pack.cuh": "sigmoid_loss",
     "row_loss.cu": f"row_loss+{FOCAL_LOSS}",
     "row_loss_soft.cu": f"row_loss+{FOCAL_LOSS}",
+    "soft_row.cuh": f"row_loss+{FOCAL_LOSS}",
     "soft_shares.cuh": f"row_loss+{FOCAL_LOSS}",
     "row_groups.cuh": f"row_loss+{FOCAL_LOSS}",
     "row_loss.cuh": f"row_loss+{FOCAL_LOSS}",
@@ -64,6 +65,7 @@ CASES = {
 COMPILED = {
     "common.cuh": ("focal_loss.cu", "row_loss.cu", "row_loss_soft.cu"),
     "row_groups.cuh": ("row_loss.cu", "row_loss_soft.cu"),
+    "soft_row.cuh": ("row_loss_soft.cu",),
     "soft_shares.cuh": ("row_loss_soft.cu",),
     "row_loss.cuh": ("focal_loss.cu", "row_loss.cu", "row_loss_soft.cu"),
     "grid_sum.cuh": ("focal_loss.cu",),

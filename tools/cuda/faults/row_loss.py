@@ -123,7 +123,7 @@ FAULTS = [
     ),
     Fault(
         "a gamma below 2 counts as 0",
-        "row_loss_soft.cu",
+        "soft_row.cuh",
         "is_zero = is_number && gamma == Real(0);",
         "is_zero = is_number && gamma < Real(2);",
     ),

@@ -1,0 +1,274 @@
+// Reads the rows of a loss with soft targets (soft_targets.h).
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <type_traits>
+
+#include "cpu/row_loss/read.h"
+#include "cpu/row_loss/soft_targets_across.h"
+#include "cpu/row_loss/soft_targets_along.h"
+#include "cpu/row_loss/soft_targets_lanes.h"
+#include "cpu/row_loss/soft_targets_tile.h"
+
+namespace focalkern::cpu {
+namespace {
+
+// Reads logits and targets of a chunk of rows, and copies them where their layout or dtype requires it.
+template <typename Loss, typename Scalar>
+class SoftReader {
+ public:
+  using Real = compute_t<Scalar>;
+  static constexpr bool kIsDirect = std::is_same_v<Scalar, Real>;
+
+  const RowLossArgs<Scalar>& args;
+  const bool is_columns_of_memory = is_across_rows(args.layout, args.classes);
+  const bool across = is_columns_of_memory || args.classes <= kFewClasses;  // vectors run across rows
+  const bool uniform = !args.target_probs && !(Loss::kTarget == SoftTarget::kClasses && args.class_weight);
+  SoftShares<Real> shares;
+  GammaTableOf<Real> table{args.edges, args.gamma, args.n_bins};
+  Real uniform_share;
+  SoftTile<Real> tile;
+  SoftRows<Real> rows;
+  SoftColumns<Real> columns;
+
+  explicit SoftReader(const RowLossArgs<Scalar>& given) : args(given) {
+    const bool weighs_classes = Loss::kTarget == SoftTarget::kClasses && args.class_weight;
+    shares = {Real(1) - args.label_smoothing, args.label_smoothing / static_cast<Real>(args.classes),
+              weighs_classes ? args.class_weight : constants<Real>().ones, weighs_classes ? 1 : 0};
+    uniform_share = uniform && !kLabelApart<Loss> ? shares.spread : Real(1);
+    tile.has_labels = !args.target_probs;
+    tile.target_step = args.target_probs ? 1 : 0;
+    if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
+    rows.classes = columns.classes = args.classes;
+  }
+
+  // Rows per tile; along classes, as many as fit the first-level cache.
+  int64_t count(int64_t row, int64_t row_end) const {
+    const int64_t n = tile_rows(args, is_columns_of_memory, row, row_end);
+    return across ? n : std::min(n, std::max<int64_t>(1, kBlock / args.classes));
+  }
+
+  // Reads labels, gammas and pointers of a tile. Returns the first row whose label is out of range, or -1.
+  int64_t read(int64_t row, int64_t n) {
+    if (args.target_probs) {
+      std::fill_n(tile.label, kTileRows, label_int<Real>(kNoTarget));
+      std::fill_n(tile.weight, kTileRows, Real(1));
+      if (args.gamma && !args.edges) {
+        read_gammas(args.gamma + row * args.gamma_stride, args.gamma_stride, n, static_cast<Tile<Real>&>(tile));
+      }
+    } else {
+      const int64_t invalid = read_rows(args, row, n, true, static_cast<Tile<Real>&>(tile));
+      if (invalid >= 0) return invalid;
+    }
+    whole_gamma_ = -1;
+    if (!args.edges && Loss::kHasGamma) {
+      const Real first = tile.gamma[0];
+      bool all = first == Real(0) || first == Real(1) || first == Real(2) || first == Real(3);
+      for (int64_t r = 1; all && r < n && args.gamma_stride != 0; ++r) all = tile.gamma[r] == first;
+      if (all) whole_gamma_ = static_cast<int>(first);
+    }
+    across ? read_columns(row, n) : read_rows_of_classes(row, n);
+    read_target_logits(n);
+    read_weights(n);
+    return -1;
+  }
+
+  Real target(int64_t r, int64_t c) const {
+    return across ? columns.target[c * columns.target_stride + r] : rows.target[r][c * tile.target_step];
+  }
+
+  void find_largest(int64_t n) {
+    if (across) {
+      run_in_widest<LargestOfColumns>(columns, padded_, tile);
+    } else {
+      run_in_widest<LargestOfRows>(rows, n, tile);
+    }
+  }
+
+  // The share of the likely class of each row that has one.
+  void read_top_shares(int64_t n) {
+    if (!uniform && !across) run_in_widest<LikelyOfRows>(rows, n, tile);
+    if (tile.has_labels) {
+      soft_label_is_top(n, tile);
+    } else {
+      for (int64_t r = 0; r < n; ++r) tile.top_share[r] = target(r, tile.special[r]);
+    }
+    if (shares.weight_step == 0) return soft_shares(n, shares, tile);
+    for (int64_t r = 0; r < n; ++r) {
+      tile.top_share[r] = (shares.kept * tile.top_share[r] + shares.spread) * shares.weight[tile.special[r]];
+    }
+  }
+
+  // Calls f with the type of this tile's gammas.
+  template <typename Function>
+  void with_gammas(Function f) const {
+    if constexpr (!Loss::kHasGamma) {
+      f(WholeGammas<0>());
+    } else if constexpr (std::is_same_v<Real, double>) {
+      whole_gamma_ == 0 ? f(WholeGammas<0>()) : whole_gamma_ == 2 ? f(WholeGammas<2>()) : f(AnyGammas());
+    } else {
+      switch (whole_gamma_) {
+        case 0:
+          return f(WholeGammas<0>());
+        case 1:
+          return f(WholeGammas<1>());
+        case 2:
+          return f(WholeGammas<2>());
+        case 3:
+          return f(WholeGammas<3>());
+        default:
+          return f(AnyGammas());
+      }
+    }
+  }
+
+  template <bool kGamma, typename Gammas>
+  void add_classes(int64_t n, Gammas) {
+    uniform ? add_with_shares<true, kGamma, Gammas>(n) : add_with_shares<false, kGamma, Gammas>(n);
+  }
+  template <typename Gammas>
+  void grad_of_classes(int64_t n, Gammas) {
+    if (uniform) {
+      grad_with_shares<true, Gammas>(n);
+    } else {
+      grad_with_shares<false, Gammas>(n);
+    }
+  }
+
+  std::unique_ptr<Real[]> memory_of_logits, memory_of_targets, memory_of_grads, memory_of_target_grads;
+
+  // Scratch memory for a tile that must be copied.
+  Real* scratch(std::unique_ptr<Real[]>& memory) const {
+    const int64_t most = across ? kTileRows : std::min(kTileRows, std::max<int64_t>(1, kBlock / args.classes));
+    if (!memory) memory.reset(new Real[args.classes * most]());
+    return memory.get();
+  }
+
+ private:
+  int whole_gamma_ = -1;
+  int64_t padded_ = 0;
+
+  void read_columns(int64_t row, int64_t n) {
+    const bool direct = kIsDirect && is_columns_of_memory && n >= kLanes<Real>;
+    padded_ = direct ? n : (n + kLanes<Real> - 1) & -kLanes<Real>;
+    if constexpr (kIsDirect) {
+      if (direct) columns.z = args.logits + args.layout.row_offset(row);
+    }
+    columns.stride = args.layout.class_stride;
+    if (!direct) {
+      gather_columns(args.logits, args.layout, args.classes, row, n, scratch(memory_of_logits));
+      columns.z = memory_of_logits.get();
+      columns.stride = kTileRows;
+    }
+    const RowLayout& layout = args.target_layout;
+    columns.target = constants<Real>().zeros;
+    columns.target_stride = 0;
+    if (args.target_probs && direct && layout.inner == args.layout.inner && layout.inner_stride == 1) {
+      columns.target = static_cast<const Real*>(args.target_probs.data) + layout.row_offset(row);
+      columns.target_stride = layout.class_stride;
+    } else if (args.target_probs) {
+      args.target_probs.typed([&](const auto* probabilities) {
+        gather_columns(probabilities, layout, args.classes, row, n, scratch(memory_of_targets));
+      });
+      columns.target = memory_of_targets.get();
+      columns.target_stride = kTileRows;
+    }
+  }
+
+  template <typename Number>
+  const Real* row_of(const Number* from, const RowLayout& layout, int64_t offset, std::unique_ptr<Real[]>& memory,
+                     int64_t r) {
+    if constexpr (std::is_same_v<Number, Real>) {
+      if (layout.class_stride == 1) return from + offset;
+    }
+    Real* to = scratch(memory) + r * args.classes;
+    if (layout.class_stride == 1) {
+      copy_row(from + offset, args.classes, to);
+    } else {
+      for (int64_t c = 0; c < args.classes; ++c) to[c] = load_as_compute(from[offset + c * layout.class_stride]);
+    }
+    return to;
+  }
+  template <typename Number>
+  static FK_VECTOR_CLONES void copy_row(const Number* from, int64_t n, Real* to) {
+#pragma omp simd
+    for (int64_t c = 0; c < n; ++c) to[c] = load_as_compute(from[c]);
+  }
+
+  void read_rows_of_classes(int64_t row, int64_t n) {
+    RowCursor at(args.layout, row);
+    for (int64_t r = 0; r < n; ++r, at.next()) {
+      rows.z[r] = row_of(args.logits, args.layout, at.offset(), memory_of_logits, r);
+    }
+    if (args.target_probs) {
+      RowCursor target_at(args.target_layout, row);
+      for (int64_t r = 0; r < n; ++r, target_at.next()) {
+        rows.target[r] = args.target_probs.typed([&](const auto* probabilities) {
+          return row_of(probabilities, args.target_layout, target_at.offset(), memory_of_targets, r);
+        });
+      }
+    } else {
+      std::fill_n(rows.target, n, constants<Real>().zeros);
+    }
+    std::fill_n(rows.grad, n, nullptr);
+    std::fill_n(rows.grad_target, n, nullptr);
+  }
+
+  // tile.label_share: the label's share minus the share of every other class. tile.row_weight: the factor of the row's
+  // loss.
+  void read_weights(int64_t n) {
+    constexpr bool kOfRows = Loss::kTarget == SoftTarget::kRows;
+    std::fill_n(tile.label_share, kTileRows, kOfRows ? shares.kept + shares.spread : shares.kept);
+    std::fill_n(tile.row_weight, kTileRows, Real(1));
+    if (!args.class_weight) return;
+    for (int64_t r = 0; r < n; ++r) {
+      if (tile.has_labels) {
+        (kOfRows ? tile.row_weight[r] : tile.label_share[r]) *= tile.weight[r];
+      } else if (kOfRows) {
+        double mean = 0;
+        for (int64_t c = 0; c < args.classes; ++c) {
+          mean += static_cast<double>(args.class_weight[c]) * static_cast<double>(target(r, c));
+        }
+        tile.row_weight[r] = static_cast<Real>(mean);
+      }
+    }
+  }
+
+  void read_target_logits(int64_t n) {
+    if (!tile.has_labels) {
+      std::fill_n(tile.target_logit, kTileRows, Real(0));
+    } else if (across) {
+      soft_logits_of_columns(columns, n, tile);
+    } else {
+      for (int64_t r = 0; r < n; ++r) tile.target_logit[r] = rows.z[r][std::max<int64_t>(tile.label[r], 0)];
+    }
+  }
+
+  template <bool kUniform, bool kGamma, typename Gammas>
+  void add_with_shares(int64_t n) {
+    if (across) {
+      run_in_widest<SoftSumsOfColumns<Loss, Gammas, kUniform, kGamma>>(columns, padded_, shares, args.epsilon,
+                                                                       args.detach_modulation, table, tile);
+    } else {
+      run_in_widest<SoftSumsOfRows<Loss, Gammas, kUniform, kGamma>>(rows, n, shares, args.epsilon,
+                                                                    args.detach_modulation, table, tile);
+    }
+  }
+  template <bool kUniform, typename Gammas>
+  void grad_with_shares(int64_t n) {
+    const Real* weight = args.class_weight ? args.class_weight : constants<Real>().ones;
+    const int64_t step = args.class_weight ? 1 : 0;
+    if (across) {
+      run_in_widest<SoftGradOfColumns<Loss, Gammas, kUniform>>(columns, padded_, shares, args.epsilon,
+                                                               args.detach_modulation, table, weight, step, tile);
+    } else {
+      run_in_widest<SoftGradOfRows<Loss, Gammas, kUniform>>(rows, n, shares, args.epsilon, args.detach_modulation,
+                                                            table, weight, step, tile);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace focalkern::cpu
