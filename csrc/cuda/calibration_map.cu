@@ -15,6 +15,7 @@
 #include "cuda/map_row.cuh"
 #include "kernels/calibration_map.h"
 #include "math/calibration_map.h"
+#include "math/map_gradient.h"
 
 namespace focalkern::cuda {
 namespace {

@@ -46,6 +46,7 @@ CASES = {
     "binary_map.cuh": "calibration_map+blind_spots",
     "calibration_grid.cu": "calibration_grid+blind_spots",
     "grid_confidence.cuh": "calibration_grid+blind_spots",
+    "grid_row.cuh": "calibration_grid+blind_spots",
     "grid_bins.cuh": "calibration_grid+blind_spots",
     "calibration_sums.cu": "calibration_sums",
     "spline_map.cu": "spline",
@@ -79,6 +80,7 @@ COMPILED = {
     "map_row.cuh": ("calibration_map.cu",),
     "binary_map.cuh": ("calibration_map.cu",),
     "grid_confidence.cuh": ("calibration_grid.cu",),
+    "grid_row.cuh": ("calibration_grid.cu",),
     "grid_bins.cuh": ("calibration_grid.cu",),
     "spline_row.cuh": ("spline_map.cu", "spline_sums.cu"),
     "sigmoid_loss_pack.cuh": ("sigmoid_loss_vectorized.cu",),
@@ -100,6 +102,7 @@ CHOICE = {
     "binary_map.cuh": "map",
     "calibration_grid.cu": "grid",
     "grid_confidence.cuh": "grid",
+    "grid_row.cuh": "grid",
     "grid_bins.cuh": "grid",
 }
 

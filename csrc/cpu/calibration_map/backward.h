@@ -12,6 +12,7 @@
 #include "cpu/simd/dispatch.h"
 #include "kernels/calibration_map.h"
 #include "math/calibration_map.h"
+#include "math/map_gradient.h"
 
 namespace focalkern::cpu {
 namespace {
