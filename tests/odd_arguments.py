@@ -37,7 +37,7 @@ def examples(usual: int) -> Iterator[np.random.Generator]:
 
 
 class Refuses:
-    """Numbers and arrays are asked of it, and it answers with an error."""
+    """An object that raises an error wherever a number or an array is made of it."""
 
     def __float__(self) -> float:
         raise RuntimeError("no number")

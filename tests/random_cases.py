@@ -90,7 +90,8 @@ def row_loss(spec: RowLossSpec) -> Callable[[Draw], Case]:
 def mmce(draw: Draw) -> Case:
     dtype = draw.pick("dtype", (torch.float32, torch.float64))
     classes = min(draw_classes(draw), 1000)
-    # The derivative of |r_i - r_j| jumps where two confidences tie in the type of the computation: only rows apart.
+    # The derivative of |r_i - r_j| jumps where two confidences are equal in the dtype of the computation, so such rows
+    # are left out.
     z = (3 * draw.normal(draw_rows(draw, classes) + 1, classes)).to(dtype)
     confidence, order = z.double().softmax(1).amax(1).sort()
     is_apart = torch.nn.functional.pad(confidence.diff() > 8 * torch.finfo(dtype).eps, (1, 0), value=True)

@@ -70,7 +70,7 @@ def relplot(probs: Tensor, target: Tensor) -> Iterator[Comparison]:
             f"smooth_calibration_error(probs, bandwidth={sigma})",
             float(library.smECE_sigma(*arrays, sigma=sigma)),
             ours,
-            # A point at an end of [0, 1] weighs as much as one inside there, and many rows are next to 1.
+            # relplot gives the ends of [0, 1] the weight of an inner point, and many confidences are near 1.
             max(2e-4, 0.04 * ours),
             note,
         )

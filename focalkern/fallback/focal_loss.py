@@ -152,7 +152,7 @@ def _log_probability_of(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     index = index.unsqueeze(-1)
     z_target = z.gather(-1, index).squeeze(-1)
     is_target = torch.arange(z.shape[-1], device=z.device) == index
-    # The shift is a constant of the row. An infinite one would leave inf - inf, and the row is then NaN anyway.
+    # The shift is a constant of the row. If it is infinite, inf - inf makes the row NaN, as it has to be.
     others = torch.where(is_target, -math.inf, z)
     largest = others.detach().amax(-1)
     # The only class of a row has p = 1, whatever its logit.
