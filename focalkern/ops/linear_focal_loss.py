@@ -299,7 +299,7 @@ def linear_focal_loss(
             target,
             gamma if edges is None else GammaTable._unchecked(edges, gamma),
             linear_bias,
-            softcap,
+            None if softcap is None else float(softcap),
             weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,
