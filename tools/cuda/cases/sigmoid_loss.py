@@ -303,7 +303,7 @@ def test_sigmoid_loss_at_extreme_logits(library):
             z = x.double().requires_grad_()
             functions = (reference.sigmoid_focal_loss, reference.asymmetric_loss, reference.quality_focal_loss)
             function = (*functions, *SCORED.values())[kind]
-            options = {ASYMMETRIC: {"gamma_positive": 1.0, "constant": 0.0}, QUALITY: {}}.get(kind, {"alpha": 1.0})
+            options = {ASYMMETRIC: {"gamma_positive": 1.0, "margin": 0.0}, QUALITY: {}}.get(kind, {"alpha": 1.0})
             if kind == MATCHABILITY:
                 options["detach_modulation"] = False
             expected = function(z, t.double(), gamma, **options)
