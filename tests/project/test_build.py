@@ -199,4 +199,4 @@ def test_the_long_description_without_a_repository_points_nowhere():
 def test_the_packages_own_long_description():
     source = (ROOT / "focalkern" / "_version.py").read_text()
     text = long_description((ROOT / "README.md").read_text(), "", version_of(source))
-    assert "](docs/" not in text and "<picture>" not in text and "Two reliability diagrams" in text
+    assert "](docs/" not in text and "<picture>" not in text and "Accuracy against confidence before" in text
