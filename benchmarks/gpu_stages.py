@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MARGIN = 15  # a stage that ends by itself leaves this much of its time
-# What was compiled; the libraries only where a wheel is for several releases of torch.
+# The compiled files; a wheel for several releases of torch also has the libraries.
 COMPILED = ("_build_info.py", "_C*.so", "libfocalkern_*.so")
 # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors here.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
