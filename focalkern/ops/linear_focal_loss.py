@@ -285,6 +285,7 @@ def linear_focal_loss(
         loss_dtype = torch.promote_types(loss_dtype, target.dtype)
     few = (
         not compiling
+        and not torch._C._are_functorch_transforms_active()  # vmap has no value of any()
         and chunk_rows is None
         and is_plain(input)
         and input.dtype == dtype == loss_dtype  # no autocast

@@ -87,3 +87,11 @@ def test_a_label_out_of_range_is_named():
     message = rf"^linear_focal_loss: target must be in \[0, {C}\) or ignore_index, got {C} at row 3$"
     with pytest.raises(IndexError, match=message):
         fk.linear_focal_loss(x, w, target)
+
+
+def test_transforms_of_few_logits():
+    """vmap over rows and labels, whose values Python cannot read."""
+    x, w, _, _ = problem(ignored=False)
+    x, target = torch.stack([x, x + 1]), torch.randint(C, (2, N))
+    found = torch.func.vmap(lambda a, b: fk.linear_focal_loss(a, w, b, 2.0))(x, target)
+    assert_close(found, torch.stack([fk.linear_focal_loss(a, w, b, 2.0) for a, b in zip(x, target, strict=True)]))
