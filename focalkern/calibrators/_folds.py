@@ -10,6 +10,8 @@ from focalkern._checks import integer
 
 __all__ = ["check_folds", "fold_of"]
 
+Places = np.ndarray[tuple[int], np.dtype[np.int64]]
+
 # More folds would take days.
 MOST_FOLDS = 1000
 
@@ -41,19 +43,22 @@ def fold_of(number: Tensor, rows: int, folds: int, seed: int) -> Tensor:
     bits = max(1, ((rows - 1).bit_length() + 1) // 2)
     mask = 2**bits - 1
 
-    def permuted(place: Tensor) -> Tensor:
+    def permuted(place: Places) -> Places:
         left, right = place >> bits, place & mask
         for key in keys:
             left, right = right, left ^ (_mixed(right ^ key) & mask)
         return left << bits | right
 
-    place = permuted(number)
-    while bool((beyond := place >= rows).any()):
-        place = torch.where(beyond, permuted(place), place)
-    return place % folds
+    # In NumPy: these are hundreds of operations on few numbers, and torch's take longer to call.
+    place = permuted(number.cpu().numpy())
+    beyond = np.flatnonzero(place >= rows)
+    while beyond.size:
+        place[beyond] = permuted(place[beyond])
+        beyond = beyond[place[beyond] >= rows]
+    return torch.from_numpy(place % folds).to(number.device)
 
 
-def _mixed(value: Tensor) -> Tensor:
+def _mixed(value: Places) -> Places:
     """A hash of the value: every bit depends on all of its bits. The products overflow on purpose."""
     for factor in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):  # two odd numbers with about 32 of 64 bits set
         value = value * factor
