@@ -1,9 +1,9 @@
 // The calibration grid on the CPU: ECE, MCE, NLL and Brier score of every (gamma, temperature) at once.
 //
-// Stage 1 goes over the samples. It reads a row once per block of temperatures, takes the softmax once per
-// temperature, and derives every gamma from that; a vector lane is a temperature. It writes the
-// confidence of each (temperature, gamma, sample) and sums of NLL and Brier score per chunk of rows.
-// Stage 2 goes over the cells (temperature, gamma). It finds the bins of a cell by counting, without sorting it.
+// Stage 1 loops over the samples. It reads a row once per block of temperatures, computes the softmax once per
+// temperature, and derives every gamma from that; a vector lane is a temperature. It writes the confidence of each
+// (temperature, gamma, sample) and sums of NLL and Brier score per chunk of rows. Stage 2 loops over the cells
+// (temperature, gamma). It finds the bins of a cell by counting, without sorting it.
 //
 // With t the class of the largest logit, x_k = (z_k - z_t) / T, and sums over the classes k other than t:
 //   S = sum e^(x_k),  L = log(1 + S),  log q_t = -L,  log u_t = log S - L,  phi_t = L / S
@@ -11,14 +11,14 @@
 //   rho = sum_k q_k / G(q_k) / sum_k q_k      the mean of 1 / G over the other classes
 //   R = rho (1 + gamma phi_t) exp((1 + gamma) log u_t + L)      odds against the class t
 //   confidence = 1 / (1 + R),  -log p_hat_t = log(1 + R)
-// Nothing here cancels or overflows: (1 + gamma) is positive, and the map keeps t on top, so that R <= classes - 1.
-// S is summed relative to its largest term, because that alone may underflow while R does not (gamma near -1).
+// No terms cancel, and nothing overflows: (1 + gamma) is positive, and the map keeps t the largest class, so R <=
+// classes - 1. S is summed relative to its largest term, because S may underflow where R does not (gamma near -1).
 //
-// Only rho needs all classes. For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on
-// [0, 1/2], and a sum over the classes of twelve products q^i s^j serves all such gammas; the coefficients are
-// fitted when the grid starts, and the fit is checked. A small whole gamma needs one division per class. Any other
-// gamma, float64 and the Brier score take an exponential per class and gamma. With many classes most have a q below
-// 1/200; for these, seven products serve every gamma up to about 5.
+// Only rho needs all classes. For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on [0,
+// 1/2]; twelve sums over the classes, of products q^i s^j, serve all such gammas. Their coefficients are fitted when
+// the grid starts, and the fit is checked. A small whole gamma needs one division per class. Any other gamma, float64
+// and the Brier score take an exponential per class and gamma. With many classes, most have q below 1/200; for these,
+// seven products serve every gamma up to about 5.
 
 #include <algorithm>
 #include <cmath>

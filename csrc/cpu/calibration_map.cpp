@@ -5,10 +5,10 @@
 //   and the binary map, elementwise on one logit each
 //
 // Memory: each direction reads its inputs once and writes its outputs once; nothing is saved between them. A tile of
-// rows is converted into scratch memory that stays in cache. The passes over it are
+// rows is converted into scratch memory that stays in cache. The passes over a tile are
 //   1. the largest class and the second largest   2. exp and its sum over all but the largest
 //   3. log(p_k / p_t) and sums                    4. normalise and write
-// Between the passes, the per-row numbers are computed for all rows of the tile at once.
+// Between the passes, the per-row numbers of all rows of the tile are computed in one loop.
 //
 // Two layouts of the tile, chosen by the number of classes: `row` has the classes of a row side by side, padded with
 // classes of probability zero to whole vectors; `column` has the rows side by side, for few classes.

@@ -11,8 +11,8 @@ namespace focalkern::cpu {
 
 namespace {
 
-// With few buckets neighbouring samples mostly share one, and their additions would wait for each other; they go to
-// copies in turn.
+// With few buckets, neighbouring samples mostly share one, and additions to it would wait for each other. So they go to
+// several copies in turn.
 constexpr int kCopies = 4;
 constexpr int64_t kMaxCopiedBuckets = 64;
 

@@ -1,8 +1,8 @@
 // NLL of the focal calibration map and its derivatives in gamma and 1/T, summed over rows, in float64.
 //
 // Memory: one read of the logits. A tile of 16 rows is transposed, so that the rows of a class are adjacent. Every loop
-// runs over classes and, in vectors, over rows. Passes over the tile in cache: the two largest, exponentials with
-// moments, and, with gamma, the classes of the map.
+// runs over classes and, in vectors, over rows. Passes over the tile in cache: the two largest logits; exponentials
+// with moments; with gamma, the classes of the map.
 
 #include "kernels/map_nll_sums.h"
 
@@ -100,7 +100,7 @@ FK_VECTOR_CLONES void softmax_sums(double beta, Tile& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < kRows; ++r) {
     const double scale = exponential((tile.next[r] - tile.top[r]) * beta);
-    const double odds = tile.rest[r] * scale;  // of all others relative to the largest
+    const double odds = tile.rest[r] * scale;  // of all other classes to the largest
     const double inverse = scale / (1 + odds);
     const double mean = tile.first[r] * inverse;
     const double below = tile.top[r] - tile.of_target[r];
@@ -140,8 +140,8 @@ struct alignas(64) MapTile {
   }
 };
 
-// Sums over the classes other than the largest: of the ratio p_k / p_t, and of its products with the first derivatives
-// minus those of the largest class, and with the second.
+// Sums over the classes other than the largest: of the ratio p_k / p_t, of its products with the first derivatives
+// relative to those of the largest class, and of its products with the second derivatives.
 struct alignas(64) MapMoments {
   double ratio[kRows], beta[kRows], gamma[kRows], beta_beta[kRows], gamma_beta[kRows], gamma_gamma[kRows];
 };
@@ -162,7 +162,7 @@ FK_VECTOR_CLONES void classes_of_map(const double* __restrict x, const double* _
 #pragma omp simd
     for (int64_t r = 0; r < kRows; ++r) {
       const double power = e[c * kRows + r];
-      const double z = power == 0 ? tile.next[r] : x[c * kRows + r];  // any number: nothing is added
+      const double z = power == 0 ? tile.next[r] : x[c * kRows + r];  // any number serves: its product is 0
       const auto one = map_curvature_class((z - tile.next[r]) * beta, power, z - tile.top[r], gamma, map.row(r));
       const double b = one.of.beta - map.beta[r], g = one.of.gamma - map.gamma[r];
       moments.ratio[r] += one.ratio;

@@ -7,10 +7,10 @@
 // Memory: each direction reads the logits and the dense target once. Operands of another type or order (a broadcast
 // alpha, a bool target, logits with strides) are first copied into a buffer of the tile. Then one loop over the tile
 // applies the formula of math/sigmoid_loss.h or math/scored_loss.h. The loop has variants for soft targets, hard
-// targets and labels, and for gammas that are small whole numbers (no logarithm, no second exponential) or any others.
-// With labels of many classes the loop treats every element as background. For the focal loss, the elements of target 1
-// have the sign of the logit and the weight changed before the loop; for the other losses, they are computed again
-// after it. Labels of a few classes become one-hot targets.
+// targets and labels, and for small whole gammas (no logarithm, no second exponential) and any others. With labels of
+// many classes the loop treats every element as background. For the focal loss, the sign of the logit and the weight of
+// the elements with target 1 are changed before the loop; for the other losses, these elements are computed again after
+// it. Labels of few classes become one-hot targets.
 //
 // A bfloat16 has only 65536 values. For a large tensor with hard targets and one number for each parameter, the kernel
 // first computes the results of all values, and the tiles look them up.

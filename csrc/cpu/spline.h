@@ -16,10 +16,10 @@ constexpr int64_t kSplineBins = 2 * kSplineHistogramEnd * kSplineBinsPerUnit;
 
 // ---- the map -------------------------------------------------------------------------------------------------------
 
-// Returns the first row without an answer, whose outputs are NaN, or -1.
+// Returns the first invalid row, or -1. Outputs of invalid rows are NaN.
 int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end);
 
-// Sums over rows that the gradients of the parameters are.
+// Sums over rows; the gradients of the parameters are these sums.
 struct SplineMapGradient {
   explicit SplineMapGradient(int64_t knots = 0, int64_t classes = 0);
   void add(const SplineMapGradient& other);
@@ -30,7 +30,7 @@ struct SplineMapGradient {
 
 void spline_map_backward(const SplineMapBackward& args, int64_t row_begin, int64_t row_end, SplineMapGradient& sums);
 
-// x of the rows, to `output` [row_end - row_begin, classes].
+// Computes x of the rows and writes it to `output` [row_end - row_begin, classes].
 void spline_log_probs(const SplineInput& rows, double* output, int64_t row_begin, int64_t row_end);
 
 // ---- sums for the fit ----------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ struct SplineCurveSums {
   double of_target_x = 0;           // x of the target
   double moments[kSize][12] = {};   // per piece: p s^k for k < 7, 0, and p x s^k for k < 4
   double of_target[kSize][4] = {};  // s^k of the target
-  double means[kSize][kSize] = {};  // mean mean'
+  double means[kSize][kSize] = {};  // mean times its transpose
   void add(const SplineCurveSums& other);
 };
 // basis: [m + 1, 4, m], the coefficients of the spline that is 1 at one knot and 0 at the others.
@@ -54,7 +54,7 @@ void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const 
 void spline_curve_derivatives(const SplineCurveSums& sums, int64_t knots, const double* basis, double* gradient,
                               double* hessian);
 
-// The gradient alone, with that in a vector, or the slopes for a matrix.
+// The gradient in the curve and in a vector, without the Hessian; or the slopes for a matrix.
 struct SplineLinearSums {
   explicit SplineLinearSums(int64_t classes = 0) : weight(classes), bias(classes) {}
   void add(const SplineLinearSums& other);
@@ -63,23 +63,23 @@ struct SplineLinearSums {
   double x = 0;                                    // r x
   std::vector<double> weight, bias;                // [classes]: r x and r
 };
-// slopes: [rows, classes], r; null if not wanted.
+// slopes: [rows, classes], r; null if not needed.
 void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,
                         const SplineTargets& targets, double* slopes, int64_t row_begin, int64_t row_end,
                         SplineLinearSums& sums);
 
-// Per 1 / T: the sum of -w log((1 - e) q_target + e / C), and its slope in 1 / T. Here e may be 0.
+// Per 1 / T: the sum of -w log((1 - e) q_target + e / C), and its derivative in 1 / T. Here e may be 0.
 void spline_temperature_sums(const SplineInput& rows, const SplineTargets& targets, const double* betas,
                              int64_t n_betas, int64_t row_begin, int64_t row_end, double* values, double* slopes);
 
-// counts [kSplineBins]: w P (1 - P) by u.
+// counts [kSplineBins]: histogram of u with weights w P (1 - P).
 void spline_histogram(const SplineInput& rows, const double* weight, int64_t row_begin, int64_t row_end,
                       double* counts);
-// The sum of w times the variance of the logits over `scale` of a row, each at least the largest one - `lowest`.
+// The sum over rows of w times the variance of logit / `scale`, clamped to at least the row's largest one - `lowest`.
 double spline_spread(const SplineInput& rows, const double* weight, double scale, double lowest, int64_t row_begin,
                      int64_t row_end);
 
-// Rows per unit of work: it depends on sizes alone, so that sums do not depend on the number of threads.
+// Rows per unit of work. It depends only on sizes, so that sums do not depend on the number of threads.
 int64_t spline_chunk_rows(int64_t rows, int64_t classes);
 
 }  // namespace focalkern::cpu

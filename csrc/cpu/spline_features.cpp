@@ -11,7 +11,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// Sums of e^(beta d) and of d e^(beta d) per row, into t.sum and t.shared. d = z - top, finite.
+// Sums of e^(beta d) and of d e^(beta d) per row, into t.sum and t.shared. d = z - top is finite.
 FK_VECTOR_CLONES void sums_at_beta(const SplineTile& t, double beta) {
   if (t.column) {
     for (int64_t i = 0; i < kSplineTileRows; ++i) t.sum[i] = t.shared[i] = 0;

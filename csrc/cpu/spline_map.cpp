@@ -3,7 +3,8 @@
 //   forward   input [rows, classes] -> output [rows, classes]: p or log p
 //   backward  input, grad_output -> grad_input [rows, classes] and sums over rows for the parameters
 //
-// Memory: each direction reads its inputs once and writes its outputs once; nothing is kept between the two.
+// Memory: each direction reads its inputs once and writes its outputs once; the forward pass saves nothing for the
+// backward pass.
 
 #include <algorithm>
 #include <cmath>
@@ -16,8 +17,8 @@ namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// Whether every row has an answer: no NaN, no +inf, a class above -inf, checked by the sums of the exponentials; of
-// probabilities the signs and the sum, too.
+// Sets t.valid. A row is invalid if it has a NaN or +inf or no class above -inf; the sum of its exponentials is then
+// NaN. Rows of probabilities must also be non-negative and sum to 1.
 void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& t) {
   for (int64_t r = 0; r < t.n_rows; ++r) t.valid[r] = t.rest[r] == t.rest[r];
   if (!args.rows.is_probs) return;
@@ -34,10 +35,10 @@ void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& 
   }
 }
 
-constexpr int64_t kFewPairs = 400;  // classes, up to which all pairs take less time than a sort
+constexpr int64_t kFewPairs = 400;  // up to this many classes, comparing all pairs is faster than a sort
 
-// Rounding may exchange the results of nearly equal inputs: each class takes the largest result of all classes with at
-// most its input. Compares all pairs of classes; reads f, writes e.
+// Rounding may exchange the results of nearly equal inputs. So each class gets the largest result among the classes
+// whose input is at most its own. Compares all pairs of classes; reads f, writes e.
 FK_VECTOR_CLONES void largest_up_to_each(const SplineTile& t) {
   if (t.column) {
     for (int64_t i = 0; i < t.classes; ++i) {
@@ -70,8 +71,8 @@ FK_VECTOR_CLONES void largest_up_to_each(const SplineTile& t) {
   }
 }
 
-// The classes of a row by their inputs. Few of them share one of the buckets that divide the range of the inputs, so
-// counting puts nearly all of them in place, and insertion the others.
+// Sorts the classes of a row by their inputs. Buckets divide the range of the inputs; few classes share a bucket, so
+// counting places nearly all of them, and insertion sort the others.
 class RowOrder {
  public:
   explicit RowOrder(int64_t classes) : order_(classes), bucket_(classes), begin_(2 * classes + 2) {}
@@ -81,7 +82,7 @@ class RowOrder {
     uint32_t sum = 0, most = 0;
     for (size_t b = 0; b + 1 < begin_.size(); ++b) {
       const uint32_t members = begin_[b];
-      if (b > 0) most = std::max(most, members);  // those of the first one are equal
+      if (b > 0) most = std::max(most, members);  // the inputs of the first bucket are equal
       begin_[b] = sum;
       sum += members;
     }
@@ -103,12 +104,13 @@ class RowOrder {
  private:
   static constexpr uint32_t kMostOfABucket = 32;
 
-  // The key is divided evenly: a logit, or the bits of a probability, which grow as its logarithm does.
+  // The number whose range the buckets divide: a logit, or the bits of a probability, which grow about as its
+  // logarithm.
   static double key(double input, bool is_probs) {
     return is_probs ? static_cast<double>(bit_cast<int64_t>(input)) : input;
   }
 
-  // The bucket of each class, and how many each has. Impossible classes have the first.
+  // Computes the bucket of each class and the size of each bucket. Classes of probability 0 have the first bucket.
   void count(const double* input, bool is_probs) {
     const double impossible = is_probs ? 0 : kMinusInfinity;
     const auto n = static_cast<int64_t>(order_.size());
@@ -120,7 +122,7 @@ class RowOrder {
       high = at > high ? at : high;
     }
     const double range = high - low, scale = static_cast<double>(2 * n - 1) / range;
-    const bool divides = range < -kMinusInfinity && scale < -kMinusInfinity;  // else one bucket has them all
+    const bool divides = range < -kMinusInfinity && scale < -kMinusInfinity;  // otherwise one bucket holds all
     std::fill(begin_.begin(), begin_.end(), 0u);
     for (int64_t c = 0; c < n; ++c) {
       const double place = divides && input[c] != impossible ? (key(input[c], is_probs) - low) * scale : 0;
@@ -132,7 +134,7 @@ class RowOrder {
   std::vector<uint32_t> order_, bucket_, begin_;
 };
 
-// For a row of many classes.
+// The same as largest_up_to_each, for a sorted row of many classes.
 void put_in_order(const double* input, const std::vector<uint32_t>& order, double* result) {
   double reached = kMinusInfinity;
   for (size_t begin = 0, end = 0; begin < order.size(); begin = end) {
@@ -143,7 +145,7 @@ void put_in_order(const double* input, const std::vector<uint32_t>& order, doubl
   }
 }
 
-// Returns the results of the tile in the order of its inputs; reads the inputs into t.d again.
+// Returns the results of the tile in the order of its inputs. It reads the inputs into t.d again.
 double* keep_order(const SplineInput& input, int64_t row, const SplineTile& t, RowOrder& order) {
   read_tile(t, input.input, input.storage, row, t.d, 0);
   if (t.classes <= kFewPairs) {
@@ -157,11 +159,11 @@ double* keep_order(const SplineInput& input, int64_t row, const SplineTile& t, R
   return t.f;
 }
 
-// The slack of scores in steps of P (scores_in_registers): four times a bound of the rounding of a score. Returns 0 if
-// this is not small compared with the rise of a score between steps, or if the scores are not computed in registers.
+// The `slack` of scores_in_registers: four times a bound of the rounding error of a score. Returns 0 if that is not
+// small compared with the rise of a score from step to step, or if the scores are not computed in registers.
 double slack_of_steps(const SplineMapForward& args) {
   if (!scores_fit_registers(args.curve, args.scores)) return 0;
-  constexpr double kLeastSlope = 1e-3;  // in log q, of a curve that keeps the order
+  constexpr double kLeastSlope = 1e-3;  // smallest slope in log q of a curve that keeps the order
   constexpr double kUnit = 0x1p-51, kLeastStep = 0x1p-31;
   const double farthest = std::log(static_cast<double>(args.rows.classes) / args.rows.floor);  // largest |x| and |u|
   double largest = 0, steepest = 0;
@@ -181,7 +183,7 @@ double slack_of_steps(const SplineMapForward& args) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// dL/dscore into g, from the upstream gradient there and the softmax in f. Impossible classes take no part.
+// Replaces g by dL/dscore, from the upstream gradient in g and the softmax in f. Classes of probability 0 are excluded.
 FK_VECTOR_CLONES void slopes_of_scores(const SplineTile& t, bool log_output) {
   for (int64_t i = 0; i < kSplineTileRows; ++i) t.shared[i] = 0;
   for (int64_t o = 0; o < t.outer; ++o) {
@@ -233,7 +235,7 @@ void add_parameters(const SplineTile& t, SplineMapGradient& sums) {
   }
 }
 
-// dL/dd of every class into g, from dL/dscore there, and the sums for e and T.
+// Replaces dL/dscore in g by dL/dd of every class, and adds up the sums for e and T.
 void slopes_of_exponents(const SplineMapBackward& args, int64_t row, const SplineTile& t, SplineMapGradient& sums) {
   const uint64_t kept = kept_bits_of(args.rows);
   const double share = 1 / static_cast<double>(t.classes);
@@ -250,7 +252,7 @@ void slopes_of_exponents(const SplineMapBackward& args, int64_t row, const Splin
       of_floor += spline_grad_floor(of_x, t.e[i], p, t.inverse[r], share);
       const double of_log_q = spline_grad_log_q(of_x, t.e[i], p, of);
       (is_large ? large : rest) += of_log_q;
-      t.slope[i] = of_log_q;  // its value is not needed any more
+      t.slope[i] = of_log_q;  // its old value is not needed any more
     }
     const double complement = t.rest[r] * t.inverse[r];
     double of_temperature = 0;
@@ -295,8 +297,8 @@ void SplineMapGradient::add(const SplineMapGradient& other) {
 int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {
   SplineScratch scratch(args.rows.classes, /*arrays=*/5);
   const CurveTables tables(args.curve);
-  // For narrow types the grid keeps the order, because distinct inputs are many steps apart. For double, scores that
-  // rise within each step keep it if their rounding error is small enough.
+  // For narrow types the grid keeps the order: distinct inputs are many steps apart. For double, scores that rise
+  // within each step keep it if their rounding error is small enough.
   SplineInput input = args.rows;
   const bool wide = input.storage == SplineStorage::kDouble;
   const double slack = args.keep_order && wide ? slack_of_steps(args) : 0;

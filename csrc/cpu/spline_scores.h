@@ -8,7 +8,7 @@ namespace {
 
 // ---- the curve -----------------------------------------------------------------------------------------------------
 
-// A curve as tables of its pieces.
+// A curve as tables of its pieces, for look-ups in registers.
 struct CurveTables {
   explicit CurveTables(const SplineCurve& curve) : curve(curve) {
     if (curve.knots >= kSplineTables) return;
@@ -24,7 +24,7 @@ struct CurveTables {
 };
 
 #ifdef FK_HAS_AVX512_CODE
-// Knots that are below u, by bisection of 15.
+// The number of knots below u, by bisection over 15 knots.
 FK_AVX512 inline __m512i pieces_of(__m512d u, const CurveTables& tables) {
   __m512i piece = _mm512_setzero_si512();
   for (const int step : {8, 4, 2, 1}) {
@@ -42,7 +42,8 @@ struct WideCurve {
 template <bool with_slope>
 FK_AVX512 inline WideCurve curve_at(__m512d u, const CurveTables& tables) {
   WideCurve found;
-  // With many classes, nearly all lie left of the first knot, where the curve is straight. The same bits as below.
+  // With many classes, nearly all lie left of the first knot, where the curve is a line. The result has the same bits
+  // as below.
   if (!_mm512_cmp_pd_mask(u, _mm512_set1_pd(tables.knot[0]), _CMP_GT_OQ)) {
     found.piece = _mm512_setzero_si512();
     found.offset = _mm512_sub_pd(u, _mm512_set1_pd(tables.origin[0]));
@@ -106,7 +107,7 @@ void curve_one_by_one(const SplineTile& t, const SplineCurve& curve) {
   }
 }
 
-// f(u), the piece of u, and s, which replaces u; f'(u), too, if wanted.
+// Computes f(u), the piece of u, and s, which replaces u; with_slope: f'(u), too.
 template <bool with_slope>
 void curve_of_tile(const SplineTile& t, const CurveTables& tables) {
 #ifdef FK_HAS_AVX512_CODE
@@ -155,12 +156,13 @@ FK_AVX512 inline __m512d inverses(__m512d x) {
   return _mm512_mul_pd(guess, _mm512_fnmadd_pd(x, guess, _mm512_set1_pd(2)));
 }
 
-// Scores without terms of their own for a class, and the largest of each row, from the exponentials at once: neither x
-// nor u is written.
+// Computes scores that have no per-class terms, and the largest score of each row, directly from the exponentials.
+// Neither x nor u is written.
 //
-// `in_order` keeps the digits of double: a P is in a step of 2^-30 of itself. Its score is that at the start of the
-// step, plus the slope there times the rest of P: within a step it rises with P, also after rounding. A rise counts
-// from `slack` on, so that rounding at the start of the next step, where the score begins anew, cannot fall below it.
+// `in_order` keeps the order of double inputs. Each P lies in a step of relative size 2^-30. Its score is the score at
+// the start of the step, plus the slope there times the distance of P from the start, so within a step it rises with P,
+// also after rounding. Only a rise above `slack` counts; then the score at the start of the next step, whose rounding
+// error differs, is not below it.
 template <bool in_order>
 FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables& tables, const SplineScores& args,
                                           uint64_t kept_bits, double slack) {
@@ -174,7 +176,7 @@ FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables
     __m512d score = _mm512_fmadd_pd(factor, of.x, curve.value);
     if constexpr (in_order) {
       const __mmask8 rest = _mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineLarge<double>), _CMP_LE_OQ);
-      const __m512d rise_of_u = inverses(_mm512_sub_pd(_mm512_set1_pd(1), start));  // du / dx; 1 of a large P
+      const __m512d rise_of_u = inverses(_mm512_sub_pd(_mm512_set1_pd(1), start));  // du / dx; 1 for a large P
       const __m512d slope =
           _mm512_fmadd_pd(curve.slope, _mm512_mask_mov_pd(_mm512_set1_pd(1), rest, rise_of_u), factor);
       const __m512d rise = _mm512_mul_pd(slope, _mm512_mul_pd(_mm512_sub_pd(p, start), inverses(start)));
@@ -199,7 +201,7 @@ FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables
     const SplineRows row = row_at(t, r);
     __m512d top = nothing;
     for (int64_t c = 0; c < t.inner; c += 8) {
-      const int64_t left = t.classes - c;  // the others fill up the vector
+      const int64_t left = t.classes - c;  // the other lanes are padding
       const __mmask8 there = left >= 8 ? 0xff : static_cast<__mmask8>((1 << left) - 1);
       top = _mm512_max_pd(score_at(r * t.inner + c, row, there), top);
     }
@@ -208,8 +210,8 @@ FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables
 }
 #endif
 
-// Replaces the scores by exp(score - largest), and computes the sum per row. `keep` leaves the scores; `in_order`
-// rounds their differences to a grid on which the exponential cannot change their order.
+// Replaces the scores by exp(score - largest), and computes the sum per row. `keep` leaves the scores unchanged.
+// `in_order` rounds their differences to a grid on which the exponential cannot change the order.
 template <bool keep, bool in_order = false>
 FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
   if (t.column) {
@@ -244,7 +246,7 @@ inline bool scores_fit_registers(const SplineCurve& curve, const SplineScores& a
   return !args.weight && !args.bias && !args.extra && curve.knots < kSplineTables && has_avx512();
 }
 
-// Computes the scores of a tile with computed exponents, and the largest score of each row.
+// Computes the scores of a tile from its exponentials, and the largest score of each row.
 inline void scores_of_exponents(const SplineInput& input, const CurveTables& curve, const SplineScores& args,
                                 int64_t row, double slack, const SplineTile& t) {
 #ifdef FK_HAS_AVX512_CODE
@@ -260,7 +262,7 @@ inline void scores_of_exponents(const SplineInput& input, const CurveTables& cur
   largest_of_rows(t, t.f, t.score_top);
 }
 
-// f <- f * scale + shift of its row.
+// f <- f * scale + shift, with scale and shift of the row.
 FK_VECTOR_CLONES inline void scale_and_shift(const SplineTile& t, const double* scale, const double* shift) {
   for (int64_t o = 0; o < t.outer; ++o) {
     double* f = t.f + o * t.inner;
@@ -275,7 +277,7 @@ FK_VECTOR_CLONES inline void scale_and_shift(const SplineTile& t, const double* 
   }
 }
 
-// The same, written: of the row layout in one loop.
+// The same, and writes the results; in the row layout both are one loop.
 template <typename Scalar>
 FK_VECTOR_CLONES void write_scaled(const SplineTile& t, const double* scale, const double* shift, Scalar* to) {
   for (int64_t r = 0; r < t.n_rows; ++r) {

@@ -1,9 +1,10 @@
 // Sums over rows for the fit of spline scaling: the loss with its derivatives in the curve, in a vector and for a
 // matrix.
 //
-// Memory: one read of the logits. A tile of rows becomes x, u and p in cache (spline_tile.h); then every entry adds
-// p s^k, and p x s^k, to the sums of its piece, of which gradient and Hessian are linear in the basis of the spline.
-// With many classes most entries lie left of the first knot: these add up in vectors, the others one by one.
+// Memory: one read of the logits. A tile of rows becomes x, u and p in cache (spline_tile.h). Then every entry adds p
+// s^k and p x s^k to the sums of its piece. Gradient and Hessian are linear in these sums, with the basis of the spline
+// as coefficients. With many classes most entries lie left of the first knot: these are added in vectors, the others
+// one by one.
 
 #include <bit>
 #include <cmath>
@@ -25,32 +26,32 @@ FK_HOST_DEVICE Four powers_of(double s) {
 FK_HOST_DEVICE void add_to(double* sums, const Four& terms) { store_simd(load_simd<Four>(sums) + terms, sums); }
 
 FK_HOST_DEVICE double total_of(const Four& terms) { return (terms[0] + terms[1]) + (terms[2] + terms[3]); }
-// The entries on piece 0; 0 for the others. With a comparison of bytes and doubles g++ makes a loop of scalars.
+// The entries on piece 0, and 0 for the others. For a comparison of bytes with doubles g++ would emit a scalar loop.
 FK_HOST_DEVICE Four left_of(const Four& entries, const uint8_t* piece) {
   simd_t<uint8_t, 4> pieces;
   std::memcpy(&pieces, piece, sizeof(pieces));
   return __builtin_convertvector(pieces, simd_t<int64_t, 4>) == 0 ? entries : Four{};
 }
-// Calls work(i) for each of n entries, whole groups of eight, that is not on piece 0.
+// Calls work(i) for each of n entries, in whole groups of eight, that is not on piece 0.
 template <typename Work>
 FK_HOST_DEVICE void for_each_inner(const uint8_t* piece, int64_t n, Work work) {
   for (int64_t group = 0; group < n; group += 8) {
     uint64_t pieces;
     std::memcpy(&pieces, piece + group, sizeof(pieces));
-    // A byte from 1 to 128 gets its highest bit. A branch per entry would be mispredicted.
+    // The addition sets the highest bit of every byte from 1 to 128. A branch per entry would be mispredicted.
     for (uint64_t rest = (pieces + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080; rest != 0; rest &= rest - 1) {
       work(group + (std::countr_zero(rest) >> 3));
     }
   }
 }
 
-// Adds log sum of each row to t.shared. NaN stays NaN.
+// Adds log sum of each row to t.shared. A NaN sum gives NaN.
 FK_VECTOR_CLONES void add_log_sums(const SplineTile& t) {
 #pragma omp simd
   for (int64_t r = 0; r < t.n_rows; ++r) t.shared[r] += logarithm_of_normal(t.sum[r]) + (t.sum[r] - t.sum[r]);
 }
 
-// p of the tile in f, without the division by sum; the loss of each row in t.shared.
+// Computes p of the tile in f, not yet divided by the sum, and the loss of each row in t.shared.
 void softmax_and_loss(const SplineInput& input, const CurveTables& curve, const SplineScores& scores,
                       const SplineTargets& targets, int64_t row, const SplineTile& t) {
   features_of_rows(input, row, t);
@@ -70,7 +71,7 @@ void softmax_and_loss(const SplineInput& input, const CurveTables& curve, const 
 struct RowMoments {
   double of_piece[kSize][12];
   double x_squared;
-  uint32_t seen;  // a bit for each piece with a term; the others are 0
+  uint32_t seen;  // a bit for each piece that has a term; the sums of all others are 0
 };
 
 FK_HOST_DEVICE void add_entry(RowMoments& row, int64_t piece, double s, double x, double p) {
@@ -116,7 +117,7 @@ FK_HOST_DEVICE void moments_of_row(const SplineTile& t, int64_t r, RowMoments& r
   for_each_inner(piece, t.inner, [&](int64_t i) { add_entry(row, piece[i], s[i], x[i], p[i]); });
 }
 
-// basis[piece][k]: of (a, f_1, ..., f_m); that of a is 0.
+// basis[piece][k]: coefficients of (a, f_1, ..., f_m); that of a is 0.
 struct Basis {
   explicit Basis(int64_t knots, const double* of) {
     for (int64_t piece = 0; piece <= knots; ++piece) {
@@ -139,7 +140,7 @@ FK_VECTOR_CLONES void add_curve_rows(const SplineTile& t, const SplineTargets& t
     sums.nll += weight * t.shared[r];
     sums.x_squared += total * moments.x_squared;
     sums.of_target_x += weight * t.x[target];
-    // The offset of the target lies on its piece.
+    // t.u holds the offset of the target on its piece.
     add_to(sums.of_target[t.piece[target]], weight * powers_of(t.u[target]));
     double mean[kSize] = {};
     for (int64_t piece = 0; piece <= knots; ++piece) {
@@ -190,8 +191,8 @@ FK_VECTOR_CLONES void residuals_of_tile(const SplineTile& t, const SplineTargets
   }
 }
 
-// Adds up four copies of the moments: entries of one piece follow each other, and an addition to memory waits for the
-// one before.
+// Adds four copies of the moments. Consecutive entries often lie on one piece, and an addition to memory waits for the
+// previous one to the same address.
 FK_HOST_DEVICE void add_copies(const double (&copies)[4][kSize][4], double (&moments)[kSize][4]) {
   for (int64_t i = 0; i < kSize; ++i) {
     for (const auto& copy : copies) add_to(moments[i], load_simd<Four>(copy[i]));

@@ -1,8 +1,8 @@
 // Tiles of rows for spline scaling on the CPU: a few rows in cache, and their features. Scores: cpu/spline_scores.h.
 //
-// Two layouts: `row` has the classes of a row side by side, padded with impossible ones to whole vectors; `column` has
-// the rows side by side, for few classes. Element (r, c) is at r * row_stride + c * class_stride, and a loop over
-// [outer] [inner] runs over memory in order. All numbers are double, whatever the input is stored as.
+// Two layouts: `row` has the classes of a row side by side, padded to whole vectors with classes of probability 0;
+// `column` has the rows side by side, for few classes. Element (r, c) is at r * row_stride + c * class_stride, and a
+// loop over [outer] [inner] visits memory in order. All numbers are double for every input type.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kSplineTileRows = 64;
 constexpr int64_t kSplineLanes = 8;        // classes of the row layout are padded to whole groups of this many
-constexpr int64_t kSplineFewClasses = 32;  // up to here the layout is `column`
+constexpr int64_t kSplineFewClasses = 32;  // up to this many, the layout is `column`
 constexpr int64_t kSplineTileElements = 2048;
 constexpr int kSplineTables = 16;  // entries of a table of pieces that two registers hold
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
@@ -37,7 +37,7 @@ struct SplineTile {
   double* slope;  // f'(u); backward only
   double* g;      // upstream gradient; backward only
   uint8_t* piece;
-  double *top, *rest, *inverse, *score_top, *sum, *shared;  // per row
+  double *top, *rest, *inverse, *score_top, *sum, *shared;  // one number per row
   SplineRow<double>* row;
   bool* valid;
 };
@@ -112,7 +112,7 @@ FK_VECTOR_CLONES void read_tile(const SplineTile& t, const Scalar* from, double*
       for (int64_t c = t.classes; c < t.inner; ++c) line[c] = padding;
     }
   }
-  if (t.column) {  // rows that are not there: any that has an answer
+  if (t.column) {  // missing rows: any valid row serves
     for (int64_t c = 0; c < t.classes; ++c) {
       for (int64_t r = t.n_rows; r < kSplineTileRows; ++r) to[c * kSplineTileRows + r] = 0;
     }
@@ -203,10 +203,10 @@ alignas(64) constexpr double kLogMantissa[16] = {
     0.42608439531090014, 0.46608972992459924, 0.5045560107523953,  0.5415972824327444,
     0.5773153650348236,  0.6118015411059929,  0.6451379613735847,  0.6773988235918061};  // minus their logarithms
 
-// log x of a normal number, to a unit in the last place or 2^-53, without a division: x = 2^n m with 1 <= m < 2,
-// log m = log(1 + r) - log i with i the table's inverse of m and |r| < 1/32.
+// log x of a normal number, with an error of a unit in the last place or 2^-53, without a division: x = 2^n m with 1 <=
+// m < 2, and log m = log(1 + r) - log i, where i is the table's inverse of m and |r| < 1/32.
 FK_AVX512 inline __m512d logarithms(__m512d x) {
-  const __m512i place = _mm512_srli_epi64(_mm512_castpd_si512(x), 48);  // its last four bits: the first of m
+  const __m512i place = _mm512_srli_epi64(_mm512_castpd_si512(x), 48);  // its last four bits are the first bits of m
   const __m512d mantissa = _mm512_getmant_pd(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
   const __m512d r = _mm512_fmsub_pd(mantissa, look_up(kInverseMantissa, place), _mm512_set1_pd(1));
   __m512d tail = _mm512_set1_pd(-1.0 / 10);
@@ -228,7 +228,7 @@ FK_AVX512 inline __m512d log_complements_of_small(__m512d p) {
   return _mm512_mul_pd(tail, p);
 }
 
-// Eight rows' numbers, or eight times those of one.
+// The numbers of eight rows, or those of one row in all lanes.
 struct SplineRows {
   __m512d scale, floor, log_complement;
 };
@@ -246,14 +246,14 @@ FK_AVX512 inline SplineRows row_at(const SplineTile& t, int64_t row) {
           _mm512_set1_pd(t.row[row].log_complement)};
 }
 
-// As spline_features, of probabilities.
+// spline_features for vectors of probabilities.
 struct WideFeatures {
   __m512d x, u;
 };
 FK_AVX512 inline WideFeatures features_of(__m512d p, const SplineRows& row) {
   const __m512d x = logarithms(p);
   __m512d log_complement = log_complements_of_small(p);
-  // Lane by lane: the result of a class must not depend on its neighbours, so that ties stay ties.
+  // Selected lane by lane: the result of a class must not depend on its neighbours, so that ties stay ties.
   if (const __mmask8 above = _mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineSmall), _CMP_GT_OQ)) {
     const __mmask8 large = _mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineLarge<double>), _CMP_GT_OQ);
     log_complement = _mm512_mask_mov_pd(log_complement, above, logarithms(_mm512_sub_pd(_mm512_set1_pd(1), p)));
@@ -284,7 +284,8 @@ FK_AVX512 inline void log_odds_in_registers(const SplineTile& t, uint64_t kept_b
 }
 #endif
 
-// d and e, and the sum of e over all classes but the largest: NaN where a class is NaN or +inf, or all are -inf.
+// Computes d, e, and the sum of e over all classes but the largest. The sum is NaN if a class is NaN or +inf, or if all
+// are -inf.
 FK_VECTOR_CLONES inline void exponentials(const SplineTile& t, double beta, double grid) {
   if (t.column) {
     double ties[kSplineTileRows];
@@ -345,7 +346,8 @@ FK_VECTOR_CLONES inline void log_odds(const SplineTile& t, uint64_t kept_bits) {
 
 inline uint64_t kept_bits_of(const SplineInput& args) { return ~uint64_t{0} << (args.in_steps ? 22 : 0); }
 
-// d, e and what the classes of a row share, of the rows whose logits are in d. `grid` of spline_exponent.
+// Computes d, e and the numbers that the classes of a row share, for the rows whose logits are in d. `grid` as in
+// spline_exponent.
 inline void exponents_of_logits(const SplineInput& args, const SplineTile& t, double grid) {
   exponentials(t, inverse_temperature<double>(args.temperature), grid);
   const int64_t rows = t.column ? kSplineTileRows : t.n_rows;

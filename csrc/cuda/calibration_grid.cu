@@ -1,13 +1,11 @@
 // The calibration grid: ECE, MCE, NLL and Brier score of every (gamma, temperature) of a block of temperatures.
 //
-// Stage 1  thread (row, temperature), in grid_confidence.cuh: leaves the confidence of each (temperature, gamma, row),
-//          and sums of NLL and Brier score per tile of rows.
-// Stage 2  block (temperature, gamma): finds the cuts between bins by radix selection over (confidence, row), then adds
-//          each sample to its bin. A pair of confidence and row is unique, so ties need no care.
+// Stage 1  thread (row, temperature), in grid_confidence.cuh: writes the confidence of each (temperature, gamma, row),
+// Stage 2  block (temperature, gamma): finds the edges of the bins by radix selection over (confidence, row), then adds
 // Stage 3  thread (temperature, gamma): adds up the tiles' sums.
 //
-// Memory: the probabilities of a cell exist in registers only. Scratch is confidence [temperatures, gammas, rows] and
-// two sums per cell and tile of rows. All sums are taken in an order that depends on the shape alone.
+// Memory: the probabilities of a cell exist in registers only. Scratch memory holds confidence [temperatures, gammas,
+// rows] and two sums per cell and tile of rows. The order of all sums depends only on the shape.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_bins.cuh"
@@ -111,7 +109,7 @@ int64_t sums_bytes(int64_t rows, int64_t n_gammas, int64_t n_temperatures) {
   return aligned(plan.row_tiles * n_temperatures * n_gammas * static_cast<int64_t>(sizeof(double)));
 }
 
-// First the gammas that share sums, kSharedGammas at a time; then the others, kGammasAtOnce at a time.
+// First the gammas that share sums, up to kSharedGammas per launch; then the others, up to kGammasAtOnce per launch.
 template <typename Scalar>
 int launch_confidences(const CalibrationGridBlock<Scalar>& block, const CalibrationGridPlan& gammas,
                        const GridPlan& plan, const Scratch<Scalar>& scratch, void* stream) {

@@ -4,8 +4,8 @@
 // Passes over a row, with t its largest class:
 //   1. t, and the largest of the others      2. sum of exp over the others
 //   3. p_k / p_t or its logarithm, and sums  4. normalise and write
-// Memory: if each thread's part of a row fits registers, inputs are read once and outputs written once. Longer rows are
-// read again by each pass. If every row begins on a 16-byte boundary, a load or store has 16 bytes.
+// Memory: if each thread's part of a row fits registers, inputs are read once and outputs written once. Otherwise each
+// pass reads the row again. If every row begins on a 16-byte boundary, each load and store has 16 bytes.
 
 #include <initializer_list>
 
@@ -20,8 +20,8 @@
 namespace focalkern::cuda {
 namespace {
 
-// constant_lanes: the threads per row, if one thread, one warp or the whole block. Otherwise it is 0, and the row has 1
-// << lane_bits threads.
+// constant_lanes: the threads per row, if that is one thread, one warp or the whole block. Otherwise it is 0, and 1 <<
+// lane_bits threads share a row.
 template <typename Scalar, int capacity, int constant_lanes>
 __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void calibration_map_forward_kernel(
     const __grid_constant__ CalibrationMapForward<Scalar> args,
@@ -36,7 +36,7 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void cali
   const int rows_at_once = constant_lanes > 0 ? kBlock / constant_lanes : kBlock >> lane_bits;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_at_once; first < args.rows;
        first += static_cast<int64_t>(gridDim.x) * rows_at_once) {
-    // Threads beyond the last row compute that row again, and write nothing.
+    // Threads beyond the last row compute that row again, but write nothing.
     const int64_t wanted = first + (constant_lanes > 0 ? static_cast<int>(threadIdx.x) / constant_lanes
                                                        : static_cast<int>(threadIdx.x) >> lane_bits);
     const bool exists = wanted < args.rows;
@@ -113,7 +113,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
   using Sum = typename Part::Sum;
   constexpr int kVector = Part::kVector;
   constexpr bool kNarrow = sizeof(Scalar) < sizeof(Real);
-  // A finite substitute for the exponent -inf of an impossible class: its product with 0 is 0.
+  // A finite substitute for the exponent -inf of an impossible class: its product with 0 is 0, not NaN.
   const Real kImpossible = -largest_finite<Real>() * Real(0.75);
   __shared__ double scratch[kWarpsPerBlock * MapGroup::kMost];
   const int lanes = constant_lanes > 0 ? constant_lanes : 1 << lane_bits;
@@ -156,8 +156,8 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
 
     const auto finish = [&](auto log_output) {
       constexpr bool kLog = decltype(log_output)::value;
-      // The upstream gradient of a class other than the largest: w_k, or v_k if the output is probabilities. It is 0
-      // for a class of probability zero.
+      // The upstream gradient of a class other than the largest: w_k, or v_k if the output is probabilities; 0 for a
+      // class of probability zero.
       const auto weight_of = [&](Real y, Real grad) {
         return y == -kInfinity<Real> ? Real(0) : kLog ? grad : grad - grad_top;
       };
@@ -200,8 +200,8 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
                                       static_cast<Real>(totals[4]), static_cast<Real>(totals[5])};
       MapRowGrad<Real> grad = map_row_grad(start.map, sums, grad_top, kLog);
       if (!start.valid) grad.keep = grad.top = kNaN<Real>;
-      // From dL/d(z / T) to dL/dz. A 1/T that is far from 1 is multiplied last, after the sums, so that 0 never meets
-      // infinity.
+      // From dL/d(z / T) to dL/dz. If 1/T is extreme, it is applied last, after the sums, so that 0 is never multiplied
+      // by infinity.
       const bool extreme = start.beta > Real(1e9) || start.beta < Real(1e-9);
       const Real inner = extreme ? Real(1) : start.beta, outer = extreme ? start.beta : Real(1);
       grad.keep *= inner;
@@ -241,7 +241,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
               for (int i = 0; i < kVector; ++i) result[i] *= outer;
             }
             if (x.probs) {
-              // At p = 0 the map leaves the class out, so its gradient is undefined; 0 is returned.
+              // At p = 0 the map excludes the class, so its gradient is undefined; the code returns 0.
               Real p[kVector];
               x.load(x.input, begin, Real(0), p);
 #pragma unroll

@@ -1,8 +1,8 @@
 // Running sums of the calibration grid: per cell and bucket, the number of samples, the sum of their confidences, and
-// how many are correct. A block owns a cell and goes over its confidences once for each run of kBucketsAtOnce buckets,
-// whose sums are in shared memory. Confidences are added as integers in units of 2^-40, so that the sums do not depend
-// on the order of the threads. A sum is two 32-bit halves, and the carry of the low half is added to the high one: a
-// 64-bit atomic in shared memory would be a loop.
+// the number of correct ones. A block owns a cell. It reads the cell's confidences once for each run of kBucketsAtOnce
+// buckets, whose sums are in shared memory. Confidences are added as integers in units of 2^-40, so that the sums do
+// not depend on the order of the threads. A sum is two 32-bit halves, and the carry of the low half is added to the
+// high one: a 64-bit atomic in shared memory would compile to a loop.
 
 #include "cuda/common.cuh"
 #include "kernels/calibration_grid.h"
@@ -13,7 +13,7 @@ namespace {
 constexpr int kBucketsAtOnce = 1024;
 constexpr double kUnit = 0x1p-40;  // the sum of kMaxCalibrationSumRows confidences fits 63 bits
 
-// Four blocks per multiprocessor: by default the compiler aims at five, and spills.
+// Four blocks per multiprocessor: by default the compiler aims at five and spills.
 template <typename Real>
 __global__ __launch_bounds__(kBlock,
                              4) void calibration_sums_kernel(const __grid_constant__ CalibrationSums<Real> args) {
@@ -54,7 +54,7 @@ __global__ __launch_bounds__(kBlock,
       args.confidence_sum[out + first + b] += static_cast<double>(units) * kUnit;
       args.correct_sum[out + first + b] += correct_sum[b];
     }
-    __syncthreads();  // the sums have been read
+    __syncthreads();  // all threads have read the sums
   }
 }
 

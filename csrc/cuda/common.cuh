@@ -1,4 +1,4 @@
-// Building blocks of every kernel here: 16-byte vectors, reductions in a fixed order, and the launch itself.
+// Building blocks of every kernel here: 16-byte vectors, reductions in a fixed order, kernel launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@ int launch(void (*kernel)(Parameters...), int64_t grid, int block, void* stream,
   config.blockDim = dim3(static_cast<unsigned>(block));
   config.stream = static_cast<cudaStream_t>(stream);
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
-  // Errors are reported here once. They are cleared, so that no later call reports them as its own.
+  // Errors are reported here once and cleared, so that no later call reports them as its own.
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
@@ -43,7 +43,7 @@ constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 template <typename Real>
 constexpr Real kNaN = std::numeric_limits<Real>::quiet_NaN();
 
-// Sixteen bytes of global memory on a 16-byte boundary. __stcg is one instruction; the compiler would split an ordinary
+// Sixteen bytes of global memory on a 16-byte boundary. __stcg is one instruction; the compiler would split a plain
 // store of a value that was built from elements. (For shared memory there is no __stcg.)
 template <typename Scalar>
 __device__ __forceinline__ uint4 load_vector(const Scalar* address) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_vector(Scalar* address, uint4 vector) {
   __stcg(reinterpret_cast<uint4*>(address), vector);
 }
 
-// Elements before the next 16-byte boundary.
+// The number of elements before the next 16-byte boundary.
 template <typename Scalar>
 __device__ __forceinline__ int elements_to_boundary(const Scalar* address) {
   const auto low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address));
@@ -80,8 +80,8 @@ __device__ __forceinline__ void unpack(uint4 vector, compute_t<Scalar>* values) 
 }
 
 // ---- reductions ----------------------------------------------------------------------------------------------------
-// Every thread of the warp calls them; groups are aligned runs of `lanes` threads, a power of two up to the warp. The
-// order of the additions depends on the geometry alone.
+// Every thread of the warp must call these. Groups are aligned runs of `lanes` threads, a power of two up to the warp.
+// The order of the additions depends only on the geometry.
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ Real group_sum(Real value, int lanes) {
   return value;
 }
 
-// A number is preferred to NaN.
+// If one operand is NaN, the result is the other.
 template <typename Real>
 __device__ __forceinline__ Real group_max(Real value, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
@@ -107,7 +107,7 @@ struct RowGroup {
 
   template <typename Real, typename Combine>
   __device__ __forceinline__ Real reduce(Real value, Combine combine) const {
-    // An addition of two lanes is commutative, so all lanes end with the same number.
+    // The addition of two lanes is commutative, so all lanes get the same result.
     if (lanes < kWarp) {
       for (int offset = lanes / 2; offset > 0; offset /= 2) {
         value = combine(value, __shfl_xor_sync(kFullWarp, value, offset));
@@ -141,8 +141,8 @@ struct RowGroup {
   }
 };
 
-// Maximum of a set of numbers, and sum exp(z - max) over it; {-inf, 0} for the empty set. A NaN or +inf among them
-// makes the sum NaN, and leaves the maximum alone.
+// The maximum of a set of numbers, and sum exp(z - max) over it; {-inf, 0} for the empty set. A NaN or +inf in the set
+// makes the sum NaN and does not change the maximum.
 template <typename Real>
 struct ExpSum {
   Real max;
@@ -154,13 +154,13 @@ __device__ __forceinline__ ExpSum<Real> empty_exp_sum() {
   return {-kInfinity<Real>, Real(0)};
 }
 
-// The number to subtract: with no number above -inf yet, exp(-inf - (-inf)) would be NaN instead of 0.
+// The number to subtract. Where no number is above -inf yet, exp(-inf - (-inf)) would be NaN instead of 0.
 template <typename Real>
 __device__ __forceinline__ Real exp_base(Real max) {
   return max == -kInfinity<Real> ? Real(0) : max;
 }
 
-// To a relative 2^-22.
+// 2^x with a relative error of 2^-22.
 __device__ __forceinline__ float power_of_two(float x) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -171,8 +171,8 @@ __device__ __forceinline__ float power_of_two(float x) {
 #endif
 }
 
-// e^x for x <= 0, as a term of a sum of at least 1. Rounding x log2(e) and the unit for powers of two cause a relative
-// error of |x| 2^-24 + 2^-22. Multiplied by e^x, this is below the rounding error of the sum.
+// e^x for x <= 0, as a term of a sum that is at least 1. Rounding x log2(e), and the approximate power of two, give a
+// relative error of |x| 2^-24 + 2^-22. Multiplied by e^x, this is below the rounding error of the sum.
 __device__ __forceinline__ double summand(double x) { return exponential(x); }
 __device__ __forceinline__ float summand(float x) {
 #if defined(__CUDA_ARCH__)
@@ -194,7 +194,7 @@ __device__ __forceinline__ ExpSum<Real> exp_sum_of(const Real* values) {
   return {max, sum};
 }
 
-// The sum of e^(z - m) over `count` numbers; m is the maximum of these and of `max`.
+// The sum of e^(z - m) over `count` numbers; m is the maximum of these numbers and `max`.
 template <int count, typename Real>
 __device__ __forceinline__ ExpSum<Real> exp_sum_beside(Real max, const Real (&values)[count]) {
 #pragma unroll
@@ -206,15 +206,15 @@ __device__ __forceinline__ ExpSum<Real> exp_sum_beside(Real max, const Real (&va
   return {max, sum};
 }
 
-// One rescaling for `count` numbers, which are added apart first: otherwise a long row would round against the whole
-// sum once per class.
+// Adds `count` numbers with one rescaling. Their own sum comes first: adding each class to the total would round once
+// per class at the magnitude of the total.
 template <int count, typename Real>
 __device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (&values)[count]) {
   const ExpSum<Real> step = exp_sum_beside(total.max, values);
   total = {step.max, total.sum * exponential(total.max - exp_base(step.max)) + step.sum};
 }
 
-// A sum of few numbers, in the interface of the next.
+// A plain sum, for few numbers, with the interface of CompensatedSum.
 template <typename Real>
 struct PlainSum {
   Real sum = 0;
@@ -222,13 +222,13 @@ struct PlainSum {
   __device__ __forceinline__ void add(Real shrink, Real summand) { sum = sum * shrink + summand; }
 };
 
-// A sum with the rounding error of its additions (Kahan), for a thread that adds many classes.
+// A compensated sum (Kahan), for a thread that adds many classes: `excess` is the rounding error of the additions.
 template <typename Real>
 struct CompensatedSum {
   Real sum = 0;
   Real excess = 0;
 
-  // shrink: factor of the previous sum
+  // shrink: factor that rescales the previous sum
   __device__ __forceinline__ void add(Real shrink, Real summand) {
     const Real before = sum * shrink;
     const Real given = summand - excess * shrink;
@@ -237,7 +237,7 @@ struct CompensatedSum {
   }
 };
 
-// add_to_exp_sum for a thread that adds many classes.
+// add_to_exp_sum with a compensated sum, for a thread that adds many classes.
 template <typename Real>
 struct LongExpSum {
   Real max = -kInfinity<Real>;

@@ -6,14 +6,14 @@
 //             of the sums. The last block to finish adds the shares up.
 //   backward: one thread per row turns the three numbers into the factor of p_j; then the block writes
 //             factor * p_j, or the target's own value, for every element.
-// plan_rows in launch.h says which threads share a row: for short rows the whole block reads the tile as one run of
-// vectors (and a thread then has one or two of the shortest for itself), for longer ones a group of lanes, a warp or
-// the block reads a row, and where classes lie further apart than rows ([N, C, H, W]) a lane reads a row, or two that
-// lie side by side, so that a warp reads neighbours. Long rows that are fewer than multiprocessors are cut into chunks
-// of classes, a block for each: forward, a second kernel of one block brings their sums together.
+// plan_rows in launch.h decides which threads share a row. Short rows: the whole block reads the tile as one run of
+// vectors; for the shortest rows a thread then computes one or two rows by itself. Longer rows: a group of lanes, a
+// warp or the block reads a row. If classes lie further apart than rows ([N, C, H, W]), a lane reads one row or two
+// adjacent rows, so that a warp reads adjacent addresses. If long rows are fewer than multiprocessors, they are cut
+// into chunks of classes, one block per chunk; forward, a second kernel of one block combines their sums.
 //
-// Probability targets and label smoothing need the focal terms of every class: those kernels are in
-// row_loss_soft.cu, as for the other losses of rows.
+// Probability targets and label smoothing need the focal terms of every class; row_loss_soft.cu has those kernels, as
+// for the other losses of rows.
 
 #include "cuda/common.cuh"
 #include "cuda/focal_loss_row.cuh"

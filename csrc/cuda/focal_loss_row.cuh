@@ -13,11 +13,11 @@ namespace {
 // Blocks per multiprocessor. Without this bound the compiler may spill registers to fit more blocks.
 template <typename Scalar>
 constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : 4;
-// A lane holds at most 26 half-precision values of a short row.
+// A tile kernel for 16 bits needs more registers: a lane holds up to 26 values of a short row.
 template <typename Scalar>
 constexpr int kTileBlocks = sizeof(Scalar) == sizeof(uint16_t) ? 3 : kBlocksAtOnce<Scalar>;
 
-// n / classes for positions in a tile, by multiplication: exact up to 2^31 / classes^2.
+// n / classes for positions n in a tile, by multiplication; exact for n up to 2^31 / classes^2.
 struct ClassDivider {
   uint32_t reciprocal;
 
@@ -29,7 +29,7 @@ struct ClassDivider {
   }
 };
 
-// The division of a launch's work, and the offsets of its rows.
+// The plan of a launch, and the offsets of its rows.
 struct Geometry {
   RowPlan plan;
   ClassDivider classes;
@@ -45,8 +45,8 @@ struct TargetLogs {
   Real log_u;
 };
 
-// x / y for a y of normal size, and log x to an absolute 2^-22 and a relative 2^-22: accurate enough as a term beside
-// another logarithm.
+// x / y for a normal y, and log x with an absolute error of 2^-22 plus a relative one of 2^-22: accurate enough for a
+// term beside another logarithm.
 __device__ __forceinline__ double quotient(double x, double y) { return x / y; }
 __device__ __forceinline__ double absolute_logarithm(double x) { return logarithm(x); }
 __device__ __forceinline__ float quotient(float x, float y) {
@@ -83,8 +83,8 @@ __device__ __forceinline__ float log_one_plus_ratio(float t) {
   return t + t * (t * q);
 }
 
-// From the target's logit and the sum over all other classes. Their probabilities have the ratio `mine` to `others`;
-// the logarithm of the larger one is -log(1 + ratio), which does not cancel.
+// The logarithms of a row, from the target's logit and the sum over all other classes. `mine` : `others` is the ratio
+// of their probabilities; the logarithm of the larger one is -log(1 + ratio), which does not cancel.
 template <typename Real>
 __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Real>& rest) {
   const bool is_top = z >= rest.max;
@@ -95,7 +95,8 @@ __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Rea
   const bool is_likely = mine > others;
   const Real ratio = is_likely ? others : quotient(mine, others);
   const Real log_larger = log_one_plus_ratio(ratio);
-  // If the target is far above the rest, their sum may underflow; the logarithm of the sum does not.
+  // If the target is far above the other classes, their scaled sum may underflow; the logarithm of the unscaled sum
+  // does not.
   const Real log_others = absolute_logarithm(is_likely ? rest.sum : others);
   const Real log_s = is_likely ? log_larger : log_others + log_larger;
   const Real log_p = (z - max) - log_s;
@@ -103,7 +104,7 @@ __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Rea
   return {max, log_s, log_p, log_u};
 }
 
-// The inverse loss is rare, and takes another exponential, a logarithm and a division.
+// The inverse loss is rare and needs another exponential, a logarithm and a division, so it has its own branch.
 template <typename Real>
 __device__ __forceinline__ FocalTerms<Real> terms_of_row(Real log_p, Real log_u, Real gamma) {
   if (gamma < Real(0)) return focal_terms(log_p, log_u, gamma);
@@ -116,7 +117,7 @@ template <typename Real>
 struct RowLoss {
   TargetLogs<Real> logs;
   Real loss;
-  Real weight;  // 0 in an ignored row
+  Real weight;  // 0 for an ignored row
 };
 
 template <typename Scalar>
@@ -144,14 +145,14 @@ __device__ __forceinline__ void finish_row(const RowLossForward<Scalar>& args, i
   weight_sum += static_cast<double>(weight);
 }
 
-// dL/dz_j = scale * exp(z_j - max), and `at_target` for the target. The target's value overwrites the general one, by
-// the same thread or after a barrier: selecting would cost a branch per element.
+// dL/dz_j = scale * exp(z_j - max), and `at_target` for the target. The same thread, or another one after a barrier,
+// overwrites the target's value: selecting would cost a branch per element.
 template <typename Real>
 struct RowGradient {
   Real max;
-  Real scale;  // 0 in a row that counts nothing
+  Real scale;  // 0 if the row does not count
   Real at_target;
-  int target;  // or kIgnored, kOutOfRange
+  int target;  // the label, or kIgnored, kOutOfRange
 };
 
 // The numbers of a row that the forward pass saved.
@@ -174,7 +175,7 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Row
   Real grad_gamma = 0;
   const Real weight = label >= 0 && args.class_weight != nullptr ? args.class_weight[label] : Real(1);
   const Real row_scale = weight * grad_loss;
-  // A row that counts nothing has a zero gradient even where its logits are infinite or NaN.
+  // A row that does not count has a zero gradient, even where its logits are infinite or NaN.
   if (label >= 0 && row_scale != Real(0)) {
     const auto [max, log_s, log_u] = saved;
     const Real log_p = (z - max) - log_s;
@@ -210,9 +211,9 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Row
   return row_gradient(args, row, label, z, saved, grad_loss, has_grad_gamma);
 }
 
-// One element other than the target. No logit exceeds the maximum, and NaN reaches the whole row through the saved
-// numbers. The minimum is for ignored rows, which may hold infinity and NaN. For a gradient stored in 16 bits,
-// `summand` is accurate enough.
+// The gradient of an element other than the target. No logit of a counted row exceeds the maximum, and a NaN reaches
+// the whole row through the saved numbers; the minimum serves ignored rows, which may hold infinity and NaN. For a
+// gradient stored in 16 bits, `summand` is accurate enough.
 template <typename Scalar>
 __device__ __forceinline__ Scalar gradient_at(const RowGradient<compute_t<Scalar>>& row, compute_t<Scalar> z) {
   using Real = compute_t<Scalar>;
@@ -230,7 +231,7 @@ struct Pair {
   Scalar at[2];
 };
 
-// A word of two minus infinities, for a missing pair.
+// Loads two elements as one word; two minus infinities if the pair does not exist.
 template <typename Scalar>
 __device__ __forceinline__ Pair<compute_t<Scalar>> load_pair(const void* address, bool exists = true) {
   const Scalar nothing = Store<Scalar>::from_compute(-kInfinity<compute_t<Scalar>>);

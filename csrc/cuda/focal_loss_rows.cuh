@@ -1,4 +1,4 @@
-// Rows of any length and layout: a group of lanes, a warp or the block reads a row. If classes are further apart than
+// Rows of any length and layout: a group of lanes, a warp or the block reads a row; if classes are further apart than
 // rows, one lane does. The backward kernel also handles the tiles of short rows.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// The next `count` of a thread's classes from `first` on; `at` moves behind them.
+// Adds the next `count` of a thread's classes, from `first` on, and moves `at` past them.
 template <int count, typename Scalar>
 __device__ __forceinline__ void add_strided(LongExpSum<compute_t<Scalar>>& total, const Scalar*& at, int64_t step,
                                             int classes, int target, int first, int threads) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void add_strided(LongExpSum<compute_t<Scalar>>& total
   total.add(values);
 }
 
-// One thread's part of a row's other classes. The thread is number `index` of `threads` on this row.
+// One thread's sum over its part of a row, without the target. The thread is number `index` of `threads` on this row.
 template <typename Scalar>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scalar* row, int64_t class_stride,
                                                                      int classes, int target, int index, int threads) {
@@ -39,7 +39,8 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scala
   return total.result();
 }
 
-// A warp's part of adjacent classes, with 16-byte loads. A constant says whether a warp or the block shares the row.
+// A warp's sum over its part of adjacent classes, with 16-byte loads. `threads` is a constant if the warp or the block
+// is known at compile time.
 template <typename Scalar, typename Threads>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* row, int classes, int target, int index,
                                                                  Threads threads) {
@@ -109,7 +110,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
 
   const int thread = static_cast<int>(threadIdx.x);
   const int classes = static_cast<int>(args.classes);
-  // Whether each thread has a whole row. (In double, one kernel with both cases would spill registers.)
+  // Whether each thread has a whole row. (In double, a kernel with both cases would spill registers.)
   const bool is_alone = sizeof(Scalar) != sizeof(double) && path == RowPath::kPixels && plan.parts == 1;
   double loss_sum = 0;
   double weight_sum = 0;
@@ -221,8 +222,8 @@ __device__ __forceinline__ void write_strided_gradient(Scalar* grad, int64_t gra
   }
 }
 
-// The gradient with 16-byte loads and stores, for rows whose 16-byte boundaries fall on the same classes in both
-// tensors.
+// Writes the gradient with 16-byte loads and stores, for rows whose 16-byte boundaries fall on the same classes in
+// logits and gradient.
 template <typename Scalar>
 __device__ __forceinline__ void write_row_gradient(Scalar* grad, int64_t grad_stride, const Scalar* row,
                                                    int64_t class_stride, int classes,
@@ -279,7 +280,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
   __shared__ RowGradient<Real> gradients[kBlock];                   // [rows_per_tile]
-  __shared__ int64_t offsets[path == RowPath::kTile ? 1 : kBlock];  // of the same
+  __shared__ int64_t offsets[path == RowPath::kTile ? 1 : kBlock];  // of the same rows
   const int thread = static_cast<int>(threadIdx.x);
   const int classes = static_cast<int>(args.classes);
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
@@ -287,7 +288,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
     const int64_t left = args.rows - first;
     const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
 
-    __syncthreads();  // all threads have read the last tile's gradients
+    __syncthreads();  // all threads have read the gradients of the previous tile
     if (thread < rows) {
       const int64_t offset = geometry.logits(first + thread);
       gradients[thread] = row_gradient(args, first + thread, offset);

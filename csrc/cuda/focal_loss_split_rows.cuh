@@ -12,8 +12,8 @@ namespace {
 // The part of a row that a block computes.
 struct Chunk {
   int64_t row;
-  int first;    // class
-  int classes;  // from there on
+  int first;    // first class
+  int classes;  // number of classes from there on
 
   __device__ __forceinline__ Chunk(const RowPlan& plan, int64_t classes_of_row) {
     const int chunk = static_cast<int>(blockIdx.x) % plan.chunks;
@@ -24,7 +24,7 @@ struct Chunk {
   }
 };
 
-// sums: [rows, chunks], of the classes other than the target. The sums of ignored rows are not written.
+// sums: [rows, chunks], over the classes other than the target. The sums of ignored rows are not written.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chunk_forward_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
@@ -52,7 +52,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chun
   if (thread == 0) sums[blockIdx.x] = share;
 }
 
-// One block: `lanes` threads, a power of two up to a warp, combine the chunks of a row.
+// One block combines the chunks: `lanes` threads per row, a power of two up to a warp.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock) void focal_loss_chunk_total_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
@@ -96,7 +96,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chun
   __syncthreads();
   RowGradient<compute_t<Scalar>> gradient = of_row;
   gradient.target -= chunk.first;
-  if (gradient.target >= chunk.classes) gradient.target = kIgnored;  // the target is in a later chunk
+  if (gradient.target >= chunk.classes) gradient.target = kIgnored;  // if the target is in a later chunk
   const int64_t class_stride = args.layout.class_stride;
   const int64_t grad_stride = args.grad_layout.class_stride;
   write_row_gradient(args.grad_logits + geometry.grad_logits(chunk.row) + chunk.first * grad_stride, grad_stride,

@@ -1,4 +1,4 @@
-// Rows of a few classes: one thread computes a row of a tile or, in 16 bits, two rows, which it reads a word at a time.
+// Rows of few classes: one thread computes a row of a tile, or two rows in 16 bits, which it reads a word at a time.
 // The number of classes is a compile-time constant.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Short contiguous rows, read as one run of vectors, a tile at a time. Forward, groups of lanes reduce the rows of a
-// tile in shared memory. Backward, vectors go from memory to memory.
+// Short contiguous rows, read as one run of vectors, a tile at a time. Forward, the tile is copied to shared memory,
+// where groups of lanes reduce its rows. Backward, vectors go from memory to memory.
 #pragma once
 
 #include "cuda/focal_loss_row.cuh"
@@ -8,7 +8,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// The rows of a tile; the last tile may have fewer. (Unsigned: a signed product takes twice the instructions.)
+// The rows of a tile; the last tile may have fewer. (Unsigned: a signed product needs twice the instructions.)
 struct TileRows {
   int64_t first;
   int rows;
@@ -27,12 +27,12 @@ struct TileRows {
 };
 
 // Copies a tile to shared memory. A thread issues all its loads before it waits for the first. The tile starts on a
-// 16-byte boundary in both.
+// 16-byte boundary in both memories.
 template <typename Scalar>
 struct TileLoad {
   static constexpr int kVectors = kTileBytes / kVectorBytes / kBlock;
   uint4 loaded[kVectors];
-  int left;  // vectors after the thread's first
+  int left;  // number of vectors beyond the thread's first
 
   __device__ __forceinline__ void start(const Scalar* source, int count) {
     const auto* at = reinterpret_cast<const uint4*>(source) + threadIdx.x;
@@ -49,14 +49,15 @@ struct TileLoad {
     for (int k = 0; k < kVectors; ++k) {
       if (k * kBlock < left) to[k * kBlock] = loaded[k];
     }
-    // The remainder that fills no vector. Only the last tile has one, so this is a loop that the others skip.
+    // The remainder that does not fill a vector. Only the last tile has one, so a loop handles it, which other tiles
+    // skip.
     const int in_vectors = count & ~(kVectorSize<Scalar> - 1);
 #pragma unroll 1
     for (int at = in_vectors + static_cast<int>(threadIdx.x); at < count; at += kBlock) tile[at] = source[at];
   }
 };
 
-// Back again.
+// Copies the tile from shared memory back to global memory.
 template <typename Scalar>
 __device__ __forceinline__ void store_tile(Scalar* target, const Scalar* tile, int count) {
   constexpr int kSize = kVectorSize<Scalar>;
@@ -69,9 +70,9 @@ __device__ __forceinline__ void store_tile(Scalar* target, const Scalar* tile, i
   if (at < count) target[at] = tile[at];
 }
 
-// sum e^(z - base), for a base that is the maximum or its exp_base. Product and difference are one fused operation. The
-// rounding error of the base's own product is the same for all terms, and is corrected at the end. From 2^30 on this
-// error would be too large; such logits differ by at least 32 or not at all, and any scale will do.
+// sum e^(z - base), where base is the maximum or its exp_base. One fused operation computes product and difference. The
+// rounding error of base * scale is the same for all terms; the last factor corrects it. From 2^30 on this error would
+// be too large; but such logits differ by at least 32 or not at all, so any scale serves.
 template <int count>
 __device__ __forceinline__ double sum_of_exponentials(const double* values, double base) {
   double sum = summand(values[0] - base);
@@ -89,8 +90,8 @@ __device__ __forceinline__ float sum_of_exponentials(const float* values, float 
   return sum * power_of_two(-fmaf(base, scale, -scaled_base));
 }
 
-// The maximum and sum of a group's part of a short row in shared memory. The loop has at most kSlots steps; the first
-// kSure exist in every row. A step loads one word per lane: one element, or two of 16 bits. The values stay in
+// The maximum and the sum of a group's part of a short row in shared memory. The loop has at most kSlots steps; the
+// first kSure exist in every row. A step loads one word per lane: one element, or two of 16 bits. The values stay in
 // registers between the maximum and the sum. Positions are in bytes, which saves multiplications. Lanes: int, or a
 // constant.
 template <int kSlots, int kSure, bool kAround, typename Scalar, int kValues, typename Lanes>
@@ -102,9 +103,9 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned
   const int row_bytes = classes * static_cast<int>(sizeof(Scalar));
   const int step = lanes * kBytes;
   const int around = steps * step;
-  int at = index * kBytes;  // in the row
-  // Rows begin a step apart from each other, as far as a power of two allows: at row lengths of many 2s their lanes
-  // would meet in one bank.
+  int at = index * kBytes;  // position in the row
+  // Each row starts one step further around than the previous one, modulo a power of two: if the row length is a
+  // multiple of a high power of two, the lanes of all rows would otherwise access one bank.
   if constexpr (kAround) at += (row & ((1 << (31 - __clz(steps))) - 1)) * step;
   const unsigned char* of_row = tile + row * row_bytes;
   Real values[kSlots * kValues];
@@ -132,12 +133,12 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned
   return {max, group_sum(sum_of_exponentials<kSlots * kValues>(values, exp_base(max)), lanes)};
 }
 
-// Empty slots cost as much as full ones, so this takes the smallest sufficient number of slots.
+// Empty slots cost as much as full ones, so this picks the smallest sufficient number of slots.
 template <bool kAround, typename Scalar, int kValues, typename Lanes>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
                                                                   int steps, int index, Lanes lanes) {
   static_assert(kValuesPerLane == 16 && kWordsPerLane == 13, "as many slots as there may be steps");
-  // With several lanes, each has more than half of the maximum per lane.
+  // With several lanes, each has more than half of the maximum per lane, so few slots never suffice.
   constexpr bool kMayBeFew = std::is_same_v<Lanes, int> || Lanes() == 1;
   if constexpr (kMayBeFew) {
     if (steps <= 4) return tile_exp_sum<4, 0, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
@@ -208,7 +209,7 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
     }
     __syncthreads();
 
-    // All threads reduce the other classes, also of rows without a target. Threads beyond the last row reduce any row;
+    // All threads reduce the other classes, also in rows without a target. Threads beyond the last row reduce row 0;
     // that sum is not used.
     const auto reduce = [&](auto around, int lane_bits, auto lanes) {
       const int index = thread & (lanes - 1);
@@ -230,15 +231,15 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
     }
     __syncthreads();
 
-    // One thread per row finishes it.
+    // One thread per row computes its loss.
     if (thread < rows) finish_row(args, first + thread, label, z_target, shares[thread], loss_sum, weight_sum);
   }
-  // Warps beyond the rows of a tile add nothing.
+  // Warps beyond the rows of a tile contribute only zeros.
   sum_over_grid(reduction, loss_sum, weight_sum, thread < plan.rows_per_tile || thread < kWarp);
 }
 
-// A tile of short rows as one run of vectors: a vector may hold parts of two rows, or several rows. Every thread of the
-// block calls it.
+// Writes the gradient of a tile of short rows as one run of vectors: a vector may hold parts of two rows, or several
+// rows. Every thread of the block calls it.
 template <typename Scalar>
 __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* logits, int rows, int classes,
                                                     const ClassDivider& divide,
@@ -270,7 +271,7 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
           result.at[e] = gradient_at<Scalar>(gradient, load_as_compute(elements.at[e]));
           if (++j == classes) {
             j = 0;
-            r += r + 1 < rows;  // vectors past the last row are not computed
+            r += r + 1 < rows;  // no vector lies past the last row
             gradient = gradients[r];
           }
         }
@@ -283,7 +284,7 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
     const Real z = load_as_compute(logits[rest]);
     grad[rest] = gradient_at<Scalar>(gradients[divide(rest)], z);
   }
-  __syncthreads();  // the targets' elements are overwritten
+  __syncthreads();  // before the elements of the targets are overwritten
   if (thread < rows && gradients[thread].target >= 0) {
     grad[thread * classes + gradients[thread].target] = Store<Scalar>::from_compute(gradients[thread].at_target);
   }

@@ -1,5 +1,5 @@
-// Many pixels: a thread computes several. Two neighbouring pixels share a word per class, and so its address, its load
-// and the loop.
+// Many pixels: a thread computes several. Two adjacent pixels share a word per class, so they share its address, its
+// load and the loop.
 #pragma once
 
 #include "cuda/focal_loss_row.cuh"
@@ -8,7 +8,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// The values of `size` classes, or of `count` if that is less; -inf beyond them and for the targets.
+// The values of `size` classes, or of the first `count` if that is less; -inf beyond them and for the targets.
 template <int size, typename Scalar>
 __device__ __forceinline__ void load_pairs(float (&values)[2][size], const char* logits, int stride, int count,
                                            const int (&target)[2]) {

@@ -1,10 +1,10 @@
 // Stage 2 of the calibration grid (calibration_grid.cu): the bins of each cell, kBinsAtOnce at a time.
 //
 // A block computes one cell. Equal-mass bins begin at order statistics. Radix selection over (confidence, row) finds
-// all of them at once, digit by digit. Order statistics with the same digits so far share a histogram; a sample whose
+// all of them at once, digit by digit. Order statistics with the same digits so far share a histogram. A sample whose
 // first digit differs from all of theirs costs one look-up. Pairs of confidence and row are unique, so ties need no
-// special case; without ties the row numbers are not read. Then each sample looks for its bin among the edges. Sums are
-// kept as integers, in units of 2^-40: they do not depend on the order in which the threads come.
+// special case; without ties the row numbers are not read. Then each sample searches its bin among the edges. Sums are
+// integers in units of 2^-40, so they do not depend on the order of the threads.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -22,8 +22,8 @@ constexpr int kSearch = 32;  // edges, padded to a power of two
 template <typename Real>
 using KeyOf = std::conditional_t<sizeof(Real) == sizeof(float), uint32_t, uint64_t>;
 
-// A key that ascends with the confidence c, one to one. Each octave of c up to 1/2 is a run of keys, and beyond 1/2
-// each octave of 1 - c, which is exact there. So the first digit separates the many samples of high confidence.
+// A one-to-one key that ascends with the confidence c. Each octave of c up to 1/2 is a run of keys; above 1/2, each
+// octave of 1 - c, which is exact there. The first digit then already separates the many high confidences.
 template <typename Real>
 __device__ __forceinline__ KeyOf<Real> key_of(Real c) {
   using Key = KeyOf<Real>;
@@ -39,8 +39,8 @@ __device__ __forceinline__ Real confidence_of(KeyOf<Real> key) {
   return key <= half ? bit_cast<Real>(key) : Real(1) - bit_cast<Real>(half - (key - half));
 }
 
-// An order statistic of (confidence, row) that is found digit by digit: the digits known so far, and its rank among the
-// samples that share them.
+// An order statistic of (confidence, row), found digit by digit: the digits known so far, and its rank among the
+// samples with these digits.
 template <typename Real>
 struct Cut {
   KeyOf<Real> key;
@@ -52,25 +52,25 @@ template <typename Real>
 struct CellShared {
   alignas(kVectorBytes) uint32_t counts[kCuts][kDigits];
   Cut<Real> cuts[kCuts];   // in ascending order
-  uint8_t leader[kCuts];   // the first cut with the same digits so far, whose histogram it uses
+  uint8_t leader[kCuts];   // the first cut with the same digits so far; the two share its histogram
   uint8_t first[kDigits];  // the first cut with this first digit, or kCuts
-  uint32_t tied;           // cuts whose confidence occurs more than once
-  // Edges of the bins: the lower edges and the last upper one, padded with infinities.
+  uint32_t tied;           // number of cuts whose confidence occurs more than once
+  // Edges of the bins: the lower edges and the last upper edge, padded with infinities.
   Real edges[kSearch];
-  uint32_t edge_rows[kSearch];  // a sample on an edge is above it from this row on
+  uint32_t edge_rows[kSearch];  // a sample equal to an edge lies above it from this row on
   uint32_t low_sum[kBinsAtOnce];
   uint32_t high_sum[kBinsAtOnce];
   uint32_t count[kBinsAtOnce];
   BinSums bins[kBinsAtOnce];
 };
 
-// The bits above `shift`, of `bits` in all.
+// The bits above `shift` of a number of `bits` bits.
 template <typename Key>
 __device__ __forceinline__ Key high_bits(Key key, int shift, int bits) {
   return shift >= bits ? Key(0) : key >> shift;
 }
 
-// Finds shared.cuts[0 .. n_cuts), whose ranks ascend; by confidence alone if row_digits is 0.
+// Finds shared.cuts[0 .. n_cuts), whose ranks ascend; by confidence only if row_digits is 0.
 template <typename Real>
 __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int row_digits, CellShared<Real>& shared) {
   using Key = KeyOf<Real>;
@@ -78,12 +78,12 @@ __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int ro
   constexpr int kKeyDigits = kKeyBits / kDigitBits;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarp;
-  __syncthreads();  // all ranks are written
+  __syncthreads();  // all ranks have been written
   if (thread == 0) shared.tied = 0;
   for (int pass = 0; pass < kKeyDigits + row_digits; ++pass) {
     const bool in_key = pass < kKeyDigits;
     const int shift = kDigitBits * ((in_key ? kKeyDigits : kKeyDigits + row_digits) - 1 - pass);
-    // The histogram bins of a key, and of a row.
+    // Shifts to the digits that are known so far, of a key and of a row.
     const int key_shift = in_key ? shift + kDigitBits : 0;
     const int row_shift = in_key ? 32 : shift + kDigitBits;
     const int histograms = pass == 0 ? 1 : n_cuts;
@@ -168,7 +168,7 @@ struct CellArgs {
   int64_t table_stride;
 };
 
-// Rows whose sums of 2^40 units fit 63 bits, and whose count fits 32.
+// The most rows for which sums in units of 2^-40 fit 63 bits and counts fit 32.
 constexpr int kRowsAtOnce = 1 << 22;
 constexpr double kBinUnit = 0x1p-40;
 
@@ -192,14 +192,14 @@ __device__ void add_samples(const CellArgs<Real>& args, const Real* confidence, 
     const double excess = static_cast<double>(value) - static_cast<double>(args.correct[i]);
     const auto units = static_cast<unsigned long long>(llrint(excess * (1 / kBinUnit)));
     const auto low = static_cast<unsigned int>(units);
-    // Adds the two halves one after the other: a 64-bit atomic in shared memory would be a loop.
+    // Adds the halves one after the other: a 64-bit atomic in shared memory would compile to a loop.
     const unsigned int carry = atomicAdd(&shared.low_sum[b], low) + low < low ? 1 : 0;
     atomicAdd(&shared.high_sum[b], static_cast<unsigned int>(units >> 32) + carry);
     atomicAdd(&shared.count[b], 1u);
   }
 }
 
-// Three blocks per multiprocessor: by default the compiler aims at more, and spills.
+// Three blocks per multiprocessor: by default the compiler aims at more and spills.
 template <typename Real>
 __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const __grid_constant__ CellArgs<Real> args) {
   using Key = KeyOf<Real>;
@@ -219,14 +219,15 @@ __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const 
     const int bins = left < kBinsAtOnce ? static_cast<int>(left) : kBinsAtOnce;
     if (by_rank && thread <= bins) {
       const int64_t rank = equal_mass_begin(first_bin + thread, args.rows, args.n_bins);
-      // A rank past the last sample finds the last sample; its value is replaced below.
+      // A rank past the last sample finds the last sample; the edge is replaced below.
       shared.cuts[thread] = {Key(0), 0u, static_cast<uint32_t>(rank < args.rows ? rank : args.rows - 1)};
     }
     int lower_cut = 0;
     int upper_cut = 0;
     if (by_position && thread <= bins) {
       const InterpolatedRank at = equal_mass_interp_rank(first_bin + thread, args.rows, args.n_bins);
-      // With more bins than samples, several edges fall between the same two samples; all lower ones come first.
+      // With more bins than samples, several edges fall between the same two samples; their lower cuts come first, to
+      // keep ranks ascending.
       const auto rank_of = [&](int b) { return equal_mass_interp_rank(first_bin + b, args.rows, args.n_bins).rank; };
       int begin = thread;
       int end = thread + 1;
@@ -241,7 +242,7 @@ __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const 
     if (by_position) select_cuts(confidence, args.rows, 2 * (bins + 1), 0, shared);
 
     if (thread < kSearch) {
-      // Edges above every confidence, for bins that do not exist.
+      // Bins that do not exist have edges above every confidence.
       Real edge = kInfinity<Real>;
       uint32_t edge_row = 0;
       if (thread <= bins && by_position) {
@@ -260,7 +261,7 @@ __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const 
       shared.edges[thread] = edge;
       shared.edge_rows[thread] = edge_row;
     }
-    BinSums sums = {};  // sums of this thread's bin
+    BinSums sums = {};  // sums of the bin of this thread
     for (int begin = 0; begin < args.rows;) {
       const int end = args.rows - begin < kRowsAtOnce ? args.rows : begin + kRowsAtOnce;
       if (thread < kBinsAtOnce) shared.low_sum[thread] = shared.high_sum[thread] = shared.count[thread] = 0;

@@ -1,10 +1,10 @@
 // Stage 1 of the calibration grid (calibration_grid.cu): confidences, and sums of NLL and Brier score.
 //
 // Thread (row, temperature): the lanes of a warp are temperatures, so all of them read the same class at the same time,
-// and no lane needs another's sums. A warp keeps its rows in shared memory, long rows in parts, as differences to the
-// largest of the other classes. Two passes over the row: the softmax; then sums over the classes, of which there are
-// two kinds:
-//   shared       twelve sums for all gammas from -1 to 1, and one each for a few small whole gammas (math/grid_plan.h)
+// and no lane needs another's sums. A warp keeps its rows in shared memory (long rows in parts), as differences from
+// the largest of the other classes. It passes over a row twice: for the softmax, then for sums over the classes, of
+// which there are two kinds:
+//   shared       twelve sums for all gammas from -1 to 1, and one per small whole gamma (math/grid_plan.h)
 //   for a gamma  p_k / p_t, and its square for the Brier score, kGammasAtOnce gammas at a time
 // In float, exponentials and reciprocals of the second pass are one instruction each. Their error is 2^-22 relative to
 // the term e = 1 of the runner-up, which is accurate enough for the sums.
@@ -175,7 +175,7 @@ __global__ __launch_bounds__(
 #pragma unroll
           for (int g = 0; g < kGammasAtOnce; ++g) {
             const Real weight = quick_power(ratio_offset[g] + slope[g] * minus_log_u);
-            // At most 1; a huge gamma multiplies the rounding errors.
+            // At most 1, but a huge gamma amplifies the rounding errors.
             const Real ratio = fmin(e * quick_quotient(weight, u + gamma[g] * s), Real(1));
             sum[g] += ratio;
             if (with_brier) squares[g] += ratio * ratio;
@@ -196,7 +196,8 @@ __global__ __launch_bounds__(
     const Real q_label = exponential(y_label) * soft.q_scale;
     const auto offset_of = [&](int g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-      // One register is missing: this value is computed again after the loop, from a gamma that is read again.
+      // The registers do not suffice: of_gamma is computed again after the loop, and volatile forces a second read of
+      // gamma.
       const volatile double& gamma = gammas.gamma[g];
       return map_offset(soft, map_gamma<Real>(gamma));
 #else

@@ -20,18 +20,18 @@ struct Scratch {
 struct SharedGammas {
   int count;
   int reciprocals;
-  int index[kSharedGammas];  // among all gammas
+  int index[kSharedGammas];  // position among all gammas
   double gamma[kSharedGammas];
-  float coefficient[kSharedGammas][WideBasis::kTerms + kMaxReciprocals];  // of the sums: a whole gamma has its own sum
+  float coefficient[kSharedGammas][WideBasis::kTerms + kMaxReciprocals];  // one per sum; a whole gamma has its own sum
   float whole[kMaxReciprocals];
-  float bit[kMaxReciprocals][3];  // of gamma - 1
+  float bit[kMaxReciprocals][3];  // bits of gamma - 1
 
   void add(const GammaPlan& plan, int place) {
     index[count] = place;
     gamma[count] = plan.gamma;
     if (plan.route == Route::kMoments) {
       for (int i = 0; i < WideBasis::kTerms; ++i) coefficient[count][i] = static_cast<float>(plan.coefficient[i]);
-    } else {  // the coefficients are those of a fit that was not accurate enough
+    } else {  // plan.coefficient is from a fit that was not accurate enough, so it is not used
       whole[reciprocals] = static_cast<float>(plan.gamma);
       for (int b = 0; b < 3; ++b) bit[reciprocals][b] = static_cast<float>((static_cast<int>(plan.gamma) - 1) >> b & 1);
       coefficient[count][WideBasis::kTerms + reciprocals++] = 1;
@@ -43,7 +43,7 @@ struct SharedGammas {
 struct OtherGammas {
   int count;
   int index[kGammasAtOnce];
-  double gamma[kGammasAtOnce];  // beyond the last: 0
+  double gamma[kGammasAtOnce];  // 0 beyond the last
 
   void add(double value, int place) {
     index[count] = place;
@@ -52,7 +52,7 @@ struct OtherGammas {
 };
 
 // ---- exponents -----------------------------------------------------------------------------------------------------
-// They are logarithms to the base of quick_power.
+// Exponents are logarithms to the base of quick_power.
 
 template <typename Real>
 __device__ __forceinline__ Real natural(Real exponent) {
@@ -62,12 +62,12 @@ __device__ __forceinline__ Real natural(Real exponent) {
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
 constexpr int kStageBytes = 2048;  // of a warp
-// Rows of one warp lie one vector apart from the next multiple of the banks.
+// The rows of one warp start one vector apart in the banks of shared memory.
 constexpr int kStageStride = kStageBytes + kWarp * kVectorBytes;
-// Classes per partial sum in Real; the sum of these is in double, or in a second Real.
+// Classes per partial sum in Real; partial sums are added in double, or in a second Real.
 constexpr int kClassesPerSum = 64;
 
-// The row and temperature of a thread. Threads beyond the last row or temperature compute the last one again, and write
+// The row and temperature of a thread. Threads beyond the last row or temperature compute the last one again, but write
 // nothing.
 template <typename Scalar>
 struct GridRow {
@@ -86,10 +86,10 @@ struct GridRow {
   Real shift;  // the largest of the other classes
   Real beta;
   Real gap;       // (shift - top) / T
-  Real per_unit;  // from a difference of logits to an exponent
+  Real per_unit;  // factor from a difference of logits to an exponent
   int lane;
   int lanes;
-  int capacity;  // classes that are staged at once
+  int capacity;  // classes that shared memory holds at once
   Real* stage;
 
   __device__ __forceinline__ Real logit(int k) const {
@@ -118,7 +118,7 @@ struct GridRow {
     }
     next = group_max(next, lanes);
     const Real top_logit = logit(top);
-    // No other class is possible, so the value of the shift does not matter.
+    // If no other class is possible, any shift serves.
     shift = next > -kInfinity<Real> ? next : top_logit;
     beta = inverse_temperature<Real>(temperature);
     gap = fmax((shift - top_logit) * beta, -largest_finite<Real>() / Real(16));
@@ -129,8 +129,8 @@ struct GridRow {
   // (z_k - shift) / T
   __device__ __forceinline__ Real y(int k) const { return (logit(k) - shift) * beta; }
 
-  // Stages the classes from `first` on, and pads them with impossible classes to a whole vector. Every lane of the warp
-  // calls it.
+  // Loads the classes from `first` on into shared memory, padded with impossible classes to a whole vector. Every lane
+  // of the warp calls it.
   __device__ __forceinline__ void fill(int first) const {
     const int count = classes - first < capacity ? classes - first : capacity;
     __syncwarp();  // all lanes have read the previous part
@@ -140,8 +140,8 @@ struct GridRow {
     __syncwarp();
   }
 
-  // Calls f(z_k - shift) for each class, with -inf for the largest, and done() after each kClassesPerSum of them. The
-  // first part of the row is staged before the call and after it.
+  // Calls f(z_k - shift) for each class, with -inf for the largest, and done() after each kClassesPerSum classes.
+  // Before and after the call, shared memory holds the first part of the row.
   template <typename Function, typename Done>
   __device__ __forceinline__ void each(Function f, Done done) const {
     for (int first = 0; first < classes; first += capacity) {
@@ -171,7 +171,7 @@ struct GridRow {
     return map_softmax(gap, sum > 0 ? static_cast<Real>(sum) : Real(1));
   }
 
-  // A finite exponent for an impossible class, so that q (log q) is 0.
+  // A finite exponent for an impossible class, so that q log q is 0, not NaN.
   __device__ __forceinline__ Real exponent(Real d) const { return fmax(d * per_unit, Real(-1e30)); }
 };
 

@@ -1,5 +1,5 @@
-// The sum, or the mean, of one number per thread of a launch, in an order that depends on the geometry alone: each
-// block writes its sums, and the last one to finish adds them up.
+// The sum, or the mean, of one number per thread of a launch, in an order that depends only on the geometry: each block
+// writes its sums, and the last block to finish adds them up.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -22,7 +22,7 @@ inline int64_t grid_sum_workspace(int64_t grid) {
   return kGridSumCounterBytes + 2 * grid * static_cast<int64_t>(sizeof(double));
 }
 
-// Assigns the scratch memory. A single block needs none.
+// Divides the scratch memory. A single block needs none.
 template <typename Real>
 cudaError_t prepare_grid_sum(GridSum<Real>& to, int64_t grid, void* workspace, void* stream) {
   if (to.result == nullptr || grid <= 1) return cudaSuccess;
@@ -40,8 +40,8 @@ __device__ __forceinline__ void write_grid_sum(const GridSum<Real>& to, double v
   if (to.divisor != nullptr) *to.divisor = to.mean ? static_cast<Real>(weight) : Real(1);
 }
 
-// Both sums over the block, in thread 0. The lower half of each warp continues with one of them, the upper with the
-// other. Warps without contributions may skip it.
+// Adds both sums over the block; thread 0 gets the result. The lower half of each warp continues with one sum, the
+// upper half with the other. Warps without contributions may skip it.
 __device__ __forceinline__ void block_sums(double& value, double& weight, double (*scratch)[kWarpsPerBlock],
                                            bool brings_any) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -62,9 +62,9 @@ __device__ __forceinline__ void block_sums(double& value, double& weight, double
   }
 }
 
-// Every thread of every block calls it once. The block that does the last step varies; its terms and their order do
-// not. brings_any: whether a thread of the warp may contribute anything but zeros. (Internal linkage: tests on the host
-// look for its shared memory beside that of the kernels.)
+// Every thread of every block calls this once. The block of the last step varies; its terms and their order do not.
+// brings_any: whether a thread of the warp may contribute anything but zeros. (Internal linkage: the host tests look
+// for its shared memory beside that of the kernels.)
 template <typename Real>
 static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, double value, double weight,
                                                      bool brings_any = true) {
@@ -83,7 +83,7 @@ static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, do
   if (thread == 0) {
     to.sums[blockIdx.x] = value;
     to.sums[gridDim.x + blockIdx.x] = weight;
-    __threadfence();  // the sums are visible before the counter is incremented
+    __threadfence();  // makes the sums visible before the counter is incremented
     is_last = atomicAdd(to.finished, 1u) == gridDim.x - 1;
   }
   __syncthreads();
@@ -95,7 +95,7 @@ static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, do
     value += __ldcg(to.sums + block);
     weight += __ldcg(to.sums + gridDim.x + block);
   }
-  block_sums(value, weight, scratch, true);  // all threads have read `scratch` before the barrier above
+  block_sums(value, weight, scratch, true);  // all threads read `scratch` before the barrier above
   if (thread == 0) write_grid_sum(to, value, weight);
 }
 

@@ -21,18 +21,18 @@ constexpr int kForwardBlocks = sizeof(Scalar) == sizeof(double) && capacity == k
 template <typename Scalar, int capacity>
 constexpr int kBackwardBlocks = sizeof(Scalar) == sizeof(double) || capacity == kLarge<Scalar> ? 1 : 2;
 
-// Sums continue in double only where they may have many terms.
+// Sums are added in double only where they may have many terms.
 template <typename Real, bool few>
 using SumOf = std::conditional_t<few, Real, double>;
 
 // The threads that share a row. Every thread of the block calls the reductions. All threads of a group get the same
 // result: both partners of an exchange combine the same two numbers.
 struct MapGroup {
-  static constexpr int kMost = 6;  // numbers at once
+  static constexpr int kMost = 6;  // numbers per reduction
   int lanes;
   double* scratch;  // [kWarpsPerBlock * kMost], shared
 
-  // combine(mine, others) for `count` numbers each.
+  // Reduces `count` numbers each by combine(mine, others).
   template <int count, typename Number, typename Combine>
   __device__ __forceinline__ void reduce(Number (&mine)[count], Combine combine) const {
     static_assert(count <= kMost, "more than the scratch memory holds");
@@ -92,8 +92,8 @@ struct MapGroup {
   }
 };
 
-// A row that a warp shares has more than half of the classes that a warp can hold (plan_map), so the first half of the
-// vectors needs no bounds check.
+// If a warp shares a row, the row has more than half of the classes that a warp can hold (plan_map), so the first half
+// of the vectors needs no bounds check.
 template <typename Scalar, int constant_lanes>
 __device__ __forceinline__ void assume_classes([[maybe_unused]] int classes) {
 #if defined(__CUDA_ARCH__)
@@ -101,7 +101,7 @@ __device__ __forceinline__ void assume_classes([[maybe_unused]] int classes) {
 #endif
 }
 
-// Without this the compiler computes the row's address again for each of its vectors.
+// Without this the compiler recomputes the row's address for each vector.
 template <typename T>
 __device__ __forceinline__ T* worked_out(T* address) {
 #if defined(__CUDA_ARCH__)
@@ -120,7 +120,7 @@ struct MapNumbers {
 };
 template <typename Real>
 FK_HOST_DEVICE MapNumbers<Real> map_numbers(double gamma, double temperature) {
-  // A gamma that is infinite in float is invalid.
+  // A gamma that overflows to infinity in float is invalid.
   const bool valid = map_parameters_valid(gamma, temperature) && gamma <= static_cast<double>(largest_finite<Real>());
   return {map_gamma<Real>(gamma), inverse_temperature<Real>(temperature), valid};
 }

@@ -9,30 +9,30 @@
 namespace focalkern::cuda {
 namespace {
 
-// A thread's part of a row, in vectors that are `lanes` threads apart. If rows do not begin on a boundary, a vector
-// gathers classes that are `lanes` apart, so that neighbouring threads still read neighbouring classes. With `capacity`
-// 0 nothing is kept, and each pass loads the vector again. Slots beyond the row hold -inf, an impossible class.
-// `on_grid`: as in map_exponent.
+// A thread's part of a row, in vectors that are `lanes` threads apart. If rows do not begin on a 16-byte boundary, a
+// vector gathers classes that are `lanes` apart, so that adjacent threads still read adjacent classes. With `capacity`
+// 0 no values stay in registers, and each pass loads the vectors again. Slots beyond the row hold -inf, an impossible
+// class. `on_grid`: as in map_exponent.
 template <typename Scalar, int capacity, bool on_grid>
 struct RowPart {
   using Real = compute_t<Scalar>;
-  // For a thread with a whole row, eight classes per vector would leave too many slots empty.
+  // If a thread has a whole row, eight classes per vector would leave too many slots empty.
   static constexpr bool kWhole = sizeof(Scalar) >= sizeof(Real) || capacity != kSmall<Scalar>;
   static constexpr int kVector = kWhole ? kVectorSize<Scalar> : 4;
   static constexpr bool kKept = capacity > 0;
   static constexpr int kSlots = kKept ? capacity : kVector;
-  static constexpr int kVectorsOfSum = 8;  // terms per partial sum in Real; the sum of these is in double
-  static constexpr bool kPowers = kKept && sizeof(Scalar) < sizeof(Real);  // exponentials that pass 2 keeps
+  static constexpr int kVectorsOfSum = 8;  // vectors per partial sum in Real; partial sums are added in double
+  static constexpr bool kPowers = kKept && sizeof(Scalar) < sizeof(Real);  // whether pass 2 keeps its exponentials
   using Sum = SumOf<Real, kKept>;
 
-  const Scalar* input;  // of the thread's first class
-  int64_t offset;       // of that class, in every operand
-  int first;            // that class
+  const Scalar* input;  // address of the thread's first class
+  int64_t offset;       // offset of that class, in every operand
+  int first;            // index of that class
   int classes;
   int lanes;
   int vectors;  // whether every row begins on a boundary
   bool probs;
-  int top_vector;  // start of the vector with the largest class; -1 in a thread that does not have it
+  int top_vector;  // start of the vector with the largest class; -1 in threads that do not have it
   int top_place;   // slot of the largest class in that vector
   Real at[kSlots];
   Real power_at[kPowers ? capacity : 1];
@@ -88,7 +88,7 @@ struct RowPart {
       values[i] = begin + i * lanes < left() ? load_as_compute(from[begin + i * lanes]) : missing;
     }
   }
-  // All that is kept.
+  // Loads all values that stay in registers.
   template <typename From>
   __device__ __forceinline__ void load_all(const From* from, Real missing, Real* values) const {
     const auto pause = [] {};
@@ -128,7 +128,7 @@ struct RowPart {
     for (int i = 0; i < kVector; ++i) x[i] = logit_of_probability(x[i]);
   }
 
-  // f(begin, k, x): the logits of a vector. f may change those that are kept in registers.
+  // f(begin, k, x): the logits of a vector. f may change the values that stay in registers.
   template <typename Function, typename Pause>
   __device__ __forceinline__ void each_logit(Function f, Pause pause) {
     each(
@@ -144,7 +144,7 @@ struct RowPart {
         pause);
   }
   // f(begin, k, y) with y = (x - shift) / T as a logarithm to the base of quick_power. y is -inf for the largest class,
-  // which then adds 0 to every sum. Pass 2 keeps y in the slots.
+  // so that it adds 0 to every sum. Pass 2 stores y in the slots.
   template <typename Function, typename Pause>
   __device__ __forceinline__ void each_exponent(const RowStart<Real>& start, Function f, Pause pause) {
     each(
@@ -193,8 +193,8 @@ __device__ __forceinline__ RowPart<Scalar, capacity, on_grid> row_part(const Cal
   return x;
 }
 
-// Removes the largest class from the row: the first one of equals, the others stay. A row whose maximum is NaN stays as
-// it is.
+// Removes the largest class from the row: the first one if several are equal; the others stay. If the maximum is NaN,
+// no class is removed.
 template <typename Scalar, int capacity, bool on_grid>
 __device__ __forceinline__ void find_top_two(RowPart<Scalar, capacity, on_grid>& x, const MapGroup& group, int* top,
                                              compute_t<Scalar>* largest, compute_t<Scalar>* next) {
@@ -203,7 +203,7 @@ __device__ __forceinline__ void find_top_two(RowPart<Scalar, capacity, on_grid>&
   constexpr int kVector = Part::kVector;
   const auto pause = [] {};
   int own_class = INT32_MAX;
-  // Records the first position at which `values`, a vector of the thread's part, has the largest logit.
+  // Records the first position in `values`, a vector of the thread's part, that has the largest logit.
   const auto find = [&](int begin, const Real* values) {
 #pragma unroll
     for (int i = kVector - 1; i >= 0; --i) {
@@ -320,9 +320,9 @@ __device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const Calibrati
 
   Real largest, next;
   find_top_two(x, group, &start.top, &largest, &next);
-  // Also false for a row of NaN only. In a row with other numbers, a NaN makes the sum of exponentials NaN.
+  // false for a row of only NaN, too. In a row with other numbers, a NaN makes the sum of exponentials NaN.
   start.valid = start.valid && largest > -kInfinity<Real> && largest < kInfinity<Real>;
-  // No other class is possible, so the value of the shift does not matter.
+  // If no other class is possible, any shift serves.
   start.shift = next > -kInfinity<Real> ? next : largest;
   const Real lowest_gap = -largest_finite<Real>() / Real(16);
   start.gap = fmax((start.shift - largest) * start.beta, lowest_gap);

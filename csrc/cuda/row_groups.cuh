@@ -1,5 +1,5 @@
 // Distributes rows of logits over groups of threads: lanes of a warp, a warp, or the block. If classes are further
-// apart than rows, one thread takes a row, so that a warp reads neighbouring addresses.
+// apart than rows, one thread takes a row, so that a warp reads adjacent addresses.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@
 
 namespace focalkern::cuda {
 
-constexpr int kNoClass = INT32_MAX;  // less than any class, so that the first one replaces it
+constexpr int kNoClass = INT32_MAX;  // less than any class, so that the first class replaces it
 
-// The division of a launch's work, and the offsets of its rows.
+// The plan of a launch, and the offsets of its rows.
 struct RowGeometry {
   int lanes;
   int lane_bits;
@@ -25,7 +25,7 @@ struct RowGeometry {
   RowOffset grad_logits;
 };
 
-// A row from the point of view of one thread of its group.
+// A row, as one thread of its group sees it.
 template <typename Scalar>
 struct Row {
   using Real = compute_t<Scalar>;
@@ -33,7 +33,7 @@ struct Row {
   const Scalar* logits;
   int64_t class_stride;
   int classes;
-  Probabilities<Scalar> targets;  // or null: labels
+  Probabilities<Scalar> targets;  // or null, for labels
   int64_t target_stride;
   int label;
   bool is_live;
@@ -43,7 +43,7 @@ struct Row {
   __device__ __forceinline__ Real z(int64_t j) const { return load_as_compute(logits[j * class_stride]); }
 };
 
-// Row number `thread of the block / lanes` of a tile; it may be beyond the last one.
+// Row number `thread of the block / lanes` of a tile; it may lie beyond the last row.
 template <typename Scalar>
 __device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, const RowGeometry& geometry,
                                               int64_t tile) {
@@ -71,12 +71,12 @@ __device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, c
 
 // ---- the classes of a thread ---------------------------------------------------------------------------------------
 
-// A row of adjacent classes that a warp or the block shares: 16-byte vectors, and the classes before the first boundary
-// and after the last.
+// A row of adjacent classes that a warp or the block shares: 16-byte vectors, the classes before the first boundary,
+// and those after the last.
 struct Vectors {
-  int head;  // classes before them
+  int head;  // classes before the vectors
   int count;
-  int tail;  // the first class after them
+  int tail;  // the first class after the vectors
 
   template <typename Scalar>
   __device__ __forceinline__ explicit Vectors(const Row<Scalar>& row) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ bool is_in_vectors(const Row<Scalar>& row) {
 }
 
 // Calls take(logits, first, step) for all of a thread's classes, several at a time: logits[k] belongs to class first +
-// k * step. A thread gets its classes in ascending order. If take_two(logits, first, more, next) is given, it gets two
+// k * step. A thread gets its classes in ascending order. If take_two(logits, first, more, next) is passed, it gets two
 // vectors per call.
 template <typename Scalar, typename Take, typename TakeTwo = std::nullptr_t>
 __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take, TakeTwo take_two = nullptr) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take, Ta
     Real values[kSize];
     const Scalar* at = row.logits + vectors.head + row.index * kSize;
     int vector = row.index;
-    // Two at a time while the whole warp has two.
+    // Two vectors at a time while the whole warp has two.
     for (; (vector | (kWarp - 1)) + row.lanes < vectors.count; vector += 2 * row.lanes, at += 2 * row.lanes * kSize) {
       const uint4 one = load_vector(at), other = load_vector(at + row.lanes * kSize);
       unpack<Scalar>(one, values);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take, Ta
       unpack<Scalar>(load_vector(at), values);
       take(values, vectors.head + vector * kSize, 1);
     }
-    // Before and after the vectors: fewer classes than a warp has lanes.
+    // The classes before and after the vectors: fewer than a warp has lanes.
     if (vectors.tail + row.index < row.classes) {
       const Real values[1] = {load_as_compute(row.logits[vectors.tail + row.index])};
       take(values, vectors.tail + row.index, 1);
@@ -165,7 +165,7 @@ template <typename Scalar>
 struct RowWriter {
   Scalar* grad;
   int64_t stride;
-  bool is_wide;  // in the vectors of the logits
+  bool is_wide;  // within the vectors of the logits
 
   __device__ __forceinline__ RowWriter(const Row<Scalar>& row, Scalar* grad, int64_t stride)
       : grad(grad),
@@ -189,28 +189,29 @@ struct RowWriter {
   }
 };
 
-// The base of running sums, a whole number. It changes less often than the maximum itself, and each change rescales the
-// sum: with many rescalings by factors near 1, the rounding errors would add up.
+// The base of running sums, a whole number. It changes less often than the maximum, and every change rescales the sum:
+// many rescalings by factors near 1 would accumulate rounding errors.
 template <typename Real>
 __device__ __forceinline__ Real coarse_base(Real max) {
   return exp_base(floor(max));
 }
 
-// The largest logit of a row, and the sums over all other classes; of several largest classes one is left out.
+// The largest logit of a row, and the sums over all other classes. If several classes are the largest, only one is
+// excluded.
 template <typename Real>
 struct RowSums {
   Real max;
-  Real rest;     // of e^(z - max)
-  Real squares;  // sum of squares, only if wanted, as is the next
+  Real rest;     // sum of e^(z - max)
+  Real squares;  // sum of squares; computed only with kSquares, as is the next
   int largest;   // the first of the largest classes
 };
 
 // The largest number of classes per thread that are added without compensation. Their rounding errors stay below 1e-6
-// of the sum even if all have one sign.
+// of the sum even if all have the same sign.
 constexpr int kFewClasses = 64;
 
-// The sum of e^(z - coarse_base(max)) over the classes of a thread, without the first of its largest. If wanted, also
-// the sum of squares and the index of the largest.
+// The sum of e^(z - coarse_base(max)) over the classes of a thread, without the first of its largest. With kSquares,
+// also the sum of squares and the index of the largest class.
 template <typename Real, bool kSquares = false, typename Total = CompensatedSum<Real>>
 struct SumBesideLargest {
   Real max = -kInfinity<Real>;
@@ -218,7 +219,7 @@ struct SumBesideLargest {
   Total squares;
   int largest = kNoClass;
 
-  // Reads all classes of the thread: their maximum, and the sums over the others.
+  // Reads all classes of the thread and updates the maximum and the sums over the others.
   template <typename Scalar>
   __device__ __forceinline__ void read(const Row<Scalar>& row) {
     each_class(
@@ -233,7 +234,7 @@ struct SumBesideLargest {
     set_aside(values, first, step, others);
     add_sums(before, sums_of(others));
   }
-  // Adds two vectors and rescales the sums once.
+  // Adds two vectors with one rescaling of the sums.
   template <int count>
   __device__ __forceinline__ void add_two(const Real (&values)[count], int first, const Real (&more)[count], int next) {
     Real others[count], more_others[count];
@@ -249,13 +250,13 @@ struct SumBesideLargest {
     Real squares;
   };
 
-  // Updates the thread's maximum with these values. `others` gets the rest: the previous maximum replaces a value that
-  // exceeds it.
+  // Updates the thread's maximum with these values. `others` gets the values to add: where a value exceeds the maximum,
+  // the previous maximum takes its place.
   template <int count>
   __device__ __forceinline__ void set_aside(const Real (&values)[count], int first, int step, Real (&others)[count]) {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-      // A NaN compares false, so it stays in `others`.
+      // A comparison with NaN is false, so a NaN goes to `others`.
       const bool is_above = values[k] > max;
       others[k] = is_above ? max : values[k];
       max = is_above ? values[k] : max;
@@ -275,14 +276,14 @@ struct SumBesideLargest {
     }
     return sums;
   }
-  // before: the maximum that the sums so far refer to
+  // before: the maximum to which the previous sums are relative
   __device__ __forceinline__ void add_sums(Real before, const Sums& sums) {
     const Real shrink = summand(floor(before) - coarse_base(max));
     rest.add(shrink, sums.rest);
     if constexpr (kSquares) squares.add(shrink * shrink, sums.squares);
   }
 
-  // Sums of the row, in units of e^(z - max).
+  // The sums of the row, in units of e^(z - max).
   __device__ __forceinline__ RowSums<Real> of(const RowGroup& group) const {
     RowSums<Real> row = {group.max(max), Real(0), Real(0), kNoClass};
     const Real base = exp_base(row.max);
@@ -315,7 +316,7 @@ RowGeometry plan_groups(const RowLossArgs<Scalar>& args, const RowLayout& grad_l
                           RowOffset(args.target_layout),
                           RowOffset(grad_layout)};
   geometry.tiles = divide_up(args.rows, kBlock >> geometry.lane_bits);
-  // One block for no rows (it writes the sum 0), and one if there is no memory for more sums.
+  // One block even if there are no rows (it writes the sum 0), and one if there is no memory for more sums.
   geometry.grid = geometry.tiles < kMaxGrid ? geometry.tiles : kMaxGrid;
   if (geometry.grid < 1 || fits_one_block(args.rows, args.classes)) geometry.grid = 1;
   return geometry;

@@ -1,9 +1,9 @@
-// The other losses of rows of logits, in any of the layouts that RowLayout describes, forward and backward, for labels
-// without smoothing (row_loss_soft.cu has the rest). The formula of a loss is in its header in math (see
-// math/row_loss.h). row_groups.cuh assigns threads to rows.
+// The losses of rows of logits other than the focal loss, in any of the layouts that RowLayout describes, forward and
+// backward, for labels without smoothing (row_loss_soft.cu has the rest). The formula of a loss is in its header in
+// math (see math/row_loss.h). row_groups.cuh assigns threads to rows.
 //
-// One pass over the logits each way. The group's threads share the classes out and reduce them to the sums of the row;
-// each thread then has the numbers of the row, and writes its share of the gradient.
+// One pass over the logits each way. The threads of a group divide the classes and reduce them to the sums of the row.
+// Every thread then has the numbers of the row and writes its share of the gradient.
 
 #include <type_traits>
 
@@ -22,7 +22,7 @@ using class_int = decltype(number_as_class(Real()));
 
 // ---- sums over the classes -----------------------------------------------------------------------------------------
 
-// The saved numbers of a row, its label, and the numbers that the loss asks for.
+// The saved numbers of a row, and its label or special class.
 template <typename Real>
 struct KeptNumbers {
   Real max;
@@ -31,8 +31,8 @@ struct KeptNumbers {
   int marked;  // or kIgnored
 };
 
-// LongExpSum for a few numbers at a time, where the cost of rescaling counts, with the error of `summand`. The sum
-// is relative to coarse_base(max).
+// LongExpSum::add with fewer instructions: the sum is relative to coarse_base(max), which needs fewer rescalings, and
+// its terms have the error of `summand`.
 template <int count, typename Real>
 __device__ __forceinline__ void add_some(LongExpSum<Real>& rest, const Real (&values)[count]) {
   Real max = rest.max;
@@ -60,7 +60,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
       mine.read(row);
       sums = mine.of(group);
     }
-    // m - m is NaN for an infinite m; the sum over the others alone would be finite.
+    // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const int largest = sums.largest == kNoClass ? 0 : sums.largest;
     return {sums.max, log_s, sums.squares * exponential(Real(-2) * log_s), largest};
@@ -98,7 +98,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
       const Real row_rival = group.max(rival);
       marked = group.min(rival == row_rival ? rival_class : kNoClass);
     }
-    // The target is the largest class, or 1 - p does not cancel.
+    // Either the target is the largest class, or 1 - p does not cancel.
     const bool is_top = z_target >= rest_max;
     const Real max = fmax(rest_max, z_target);
     const Real shrunk = is_top ? rest_sum * exponential(rest_max - max) : rest_sum;
@@ -184,7 +184,7 @@ __global__ __launch_bounds__(kBlock,
     RowGrad<Real> row_grad = {missing, Real(0), missing, missing, missing};
     Real max = 0;
     int marked = kIgnored;
-    // A row that counts nothing has a zero gradient even where its logits are infinite or NaN.
+    // A row that does not count has a zero gradient, even where its logits are infinite or NaN.
     const Real scale = row.is_live ? weight_of(args, row.label) * upstream(args, row.row) : Real(0);
     const bool counts = scale != Real(0);
     if (counts) {

@@ -1,5 +1,5 @@
-// Shared by the kernels of focal_loss.cu and row_loss.cu: labels, parameters and offsets of rows. Also declares the
-// kernels for class probabilities and label smoothing, which row_loss_soft.cu has for every loss.
+// Common parts of the kernels of focal_loss.cu and row_loss.cu: labels, parameters and offsets of rows. Also declares
+// the kernels for class probabilities and label smoothing, which row_loss_soft.cu has for every loss.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -13,7 +13,7 @@ namespace focalkern::cuda {
 constexpr int kIgnored = -1;
 constexpr int kOutOfRange = -2;
 
-// Without a branch.
+// No branch.
 template <typename Scalar>
 __device__ __forceinline__ int as_class(const RowLossArgs<Scalar>& args, int64_t label) {
   const bool is_class = static_cast<uint64_t>(label) < static_cast<uint64_t>(args.classes);
@@ -28,7 +28,7 @@ __device__ __forceinline__ int read_label(const RowLossArgs<Scalar>& args, int64
   return label < 0 || label >= args.classes ? kOutOfRange : static_cast<int>(label);
 }
 
-// The labels of rows from `row` on. `there` of them exist (at least one); missing ones count as ignored.
+// The labels of rows from `row` on. `there` of them exist (at least one); the missing ones count as ignored.
 template <int rows, typename Scalar>
 __device__ __forceinline__ void read_labels(const RowLossArgs<Scalar>& args, int64_t row, int there,
                                             int (&labels)[rows]) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ compute_t<Scalar> gamma_at(const RowLossArgs<Scalar>&
   return args.gamma != nullptr ? args.gamma[row * args.gamma_stride] : args.gamma_value;
 }
 
-// row_gamma from log p, for callers that need p for nothing else.
+// row_gamma, given log p, for callers that do not need p otherwise.
 template <typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> gamma_at_log(const RowLossArgs<Scalar>& args, int64_t row,
                                                           compute_t<Scalar> log_p) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ compute_t<Scalar> upstream(const RowLossBackward<Scal
   return args.divisor != nullptr ? grad / *args.divisor : grad;
 }
 
-// RowLayout::row_offset without a 64-bit division, which would be a subroutine in every kernel. The reciprocal gives a
-// quotient that is off by at most one for any number of rows that a double can count.
+// RowLayout::row_offset without a 64-bit division, which would be a subroutine in every kernel. The quotient from the
+// reciprocal is off by at most one, for any number of rows below 2^53.
 struct RowOffset {
   int64_t inner;
   int64_t outer_stride;
@@ -86,7 +86,7 @@ struct RowOffset {
         reciprocal(1.0 / static_cast<double>(layout.inner)) {}
 
   __device__ __forceinline__ int64_t operator()(int64_t row) const {
-    if (row < inner) return row * inner_stride;  // all rows of a matrix
+    if (row < inner) return row * inner_stride;  // all rows in one run, as in a matrix
     auto outer = static_cast<int64_t>(static_cast<double>(row) * reciprocal);
     int64_t rest = row - outer * inner;
     if (rest < 0) {
@@ -126,7 +126,7 @@ bool sizes_are_valid(const RowLossArgs<Scalar>& args) {
          static_cast<bool>(args.target_probs) != (args.labels.data != nullptr);
 }
 
-// The launchers for is_soft; their arguments are valid.
+// The launchers for losses where is_soft is true; their arguments are valid.
 template <typename Loss, typename Scalar>
 int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
                           void* stream);

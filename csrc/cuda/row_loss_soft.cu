@@ -2,10 +2,10 @@
 // the layouts that RowLayout describes, forward and backward.
 //
 // row_groups.cuh assigns threads to rows. Forward, a group reads its row twice: for the largest logit with the sum of
-// exponentials, then for the terms. Backward it reads the row twice again: for the sum of the slopes, then for the
+// exponentials, then for the terms. Backward, it reads the row twice again: for the sum of the slopes, then for the
 // gradient. The likely class is the one, if any, with more than about half of the probability. It takes the exact
 // formulas, once per row. For all others 1 - p does not cancel, and a few operations suffice (unlikely_terms). If all
-// other classes have one share (kUniform), the label is added apart, too.
+// classes but the label have the same share (kUniform), the label's share is added separately, too.
 
 #include <type_traits>
 
@@ -41,7 +41,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     SumBesideLargest<Real> mine;
     mine.read(row);
     const RowSums<Real> sums = mine.of(group);
-    // m - m is NaN for an infinite m; the sum over the others alone would be finite.
+    // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, false, false);
 
@@ -52,8 +52,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
       each_class_with_share(row, shares, [&](const auto& values, const auto& some, int first, int step) {
         Real sum = 0;
-        // Multiplies each loss by its share before the sum: the sum of the losses of several classes masked by a large
-        // number would be infinite.
+        // Multiplies each loss by its share before adding: if several classes are masked by a large number, the sum of
+        // their losses would be infinite.
         each_unlikely<Loss>(numbers, gamma_of, values, some, first, step, top,
                             [&](const ClassTerms<Real>& terms) { sum += share * terms.loss; });
         row_sum += static_cast<double>(sum);
@@ -70,7 +70,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
         loss += label_share(args) * unlikely_class<Loss>(args, numbers, row.z(row.label)).terms.loss;
       }
       loss *= weight;
-      // Probability targets: the mean is over the rows.
+      // Probability targets: the mean is over all rows.
       weight_sum += args.target_probs ? 1.0 : static_cast<double>(weight_of(args, row.label));
     } else {
       loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
@@ -87,7 +87,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// The coefficients that the gradients of all classes of a row use.
+// The coefficients of a row's gradient, common to all classes.
 template <typename Scalar>
 struct SoftSlopes {
   using Real = compute_t<Scalar>;
@@ -97,7 +97,7 @@ struct SoftSlopes {
   Real loss;   // loss of the row, without its weight
 };
 
-// The gradient in the share of a class, from the gradient of its loss, `slope`.
+// The gradient with respect to the share of a class, from the derivative of its loss, `slope`.
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> target_gradient(const RowLossArgs<Scalar>& args,
                                                              const SoftSlopes<Scalar>& row, int64_t j,
@@ -106,7 +106,7 @@ __device__ __forceinline__ compute_t<Scalar> target_gradient(const RowLossArgs<S
   const Real weight = weight_of(args, j);
   const Real value = row.scale * (Real(1) - args.label_smoothing) * slope;
   if constexpr (Loss::kTarget == SoftTarget::kClasses) return weighted_slope(weight, value);
-  // The weight of a row is a mean over its target, so the target has this part of the gradient, too.
+  // The weight of a row is a mean over its target, so it adds this part to the gradient of the target.
   return args.class_weight != nullptr ? value + weight * row.given * row.loss : value;
 }
 
@@ -128,7 +128,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     }
     const SoftRow<Scalar> numbers(args, row, max, log_s, log_u, args.detach_modulation, with_gamma_slope);
 
-    // Over the classes other than the likely one.
+    // Sums over the classes other than the likely one.
     double slope_sum = 0;
     double gamma_sum = 0;
     [[maybe_unused]] double loss_sum = 0;
@@ -160,7 +160,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + geometry.grad_logits(row.row);
     Real* grad_target = args.grad_target == nullptr ? nullptr : args.grad_target + geometry.target_probs(row.row);
     const int64_t stride = args.grad_layout.class_stride;
-    // A row that counts nothing has a zero gradient even where its logits are infinite or NaN.
+    // A row that does not count has a zero gradient, even where its logits are infinite or NaN.
     if (given == Real(0)) {
       const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
       if (with_gamma_slope && row.index == 0) args.grad_gamma[row.row] = missing;
@@ -215,7 +215,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     }
     if (row_top != kNoClass && is_mine(row, row_top)) {
       if (grad != nullptr) {
-        // p_j (sum a - a_j) - u a_j: no subtraction of a_j from p a_j, which would cancel as p -> 1.
+        // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
         const Real value = scale * (exponential(-log_s) * others - exponential(log_u) * of_top.slope);
         grad[row_top * stride] = Store<Scalar>::from_compute(value);
       }
@@ -226,7 +226,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
   }
 }
 
-// Whether all classes but the label have one share, to which their terms are proportional.
+// Whether all classes but the label have the same share, to which their terms are proportional.
 template <typename Loss, typename Scalar>
 bool is_uniform(const RowLossArgs<Scalar>& args) {
   return Loss::kTarget == SoftTarget::kClasses && !args.target_probs && args.class_weight == nullptr;

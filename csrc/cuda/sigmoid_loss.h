@@ -1,5 +1,5 @@
-// The losses of one logit in their common case: declarations shared by sigmoid_loss_strided.cu and
-// sigmoid_loss_vectorized.cu.
+// The losses of one logit in their common cases: declarations that sigmoid_loss_strided.cu and
+// sigmoid_loss_vectorized.cu share.
 #pragma once
 
 #include "cuda/grid_sum.cuh"
@@ -13,7 +13,7 @@ __host__ __device__ inline ScoredLoss scored_loss_of(SigmoidLoss loss) {
   return static_cast<ScoredLoss>(static_cast<int>(loss) - static_cast<int>(SigmoidLoss::kVarifocal));
 }
 
-// A share of a target, of any type.
+// A target share, of any type.
 template <typename Real>
 __device__ __forceinline__ Real read_share(const Operand& operand, int64_t at) {
   switch (operand.type) {
@@ -35,11 +35,11 @@ __device__ __forceinline__ Real read_share(const Operand& operand, int64_t at) {
 }
 
 // Whether the vectorized kernels apply. Parameters must be numbers. Logits must have the layout of the results and
-// begin on a 16-byte boundary. Targets must be one label per row, perhaps with a score, or dense with the type, layout
-// and alignment of the logits.
+// begin on a 16-byte boundary. Targets must be one label per row, optionally with a score, or dense with the type,
+// layout and alignment of the logits.
 template <typename Scalar>
 bool sigmoid_loss_is_plain(const SigmoidLossForward<Scalar>& args);
-// Also requires one upstream gradient, and only the logits' gradient as output.
+// Also requires one upstream gradient, and the gradient of the logits as only output.
 template <typename Scalar>
 bool sigmoid_loss_is_plain(const SigmoidLossBackward<Scalar>& args);
 

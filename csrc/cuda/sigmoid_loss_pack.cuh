@@ -1,11 +1,11 @@
 // Packs of elements of a loss of one logit, and their targets (sigmoid_loss_vectorized.cu).
 //
-// A thread takes 16 bytes of logits at a time, and with them either 16 bytes of targets or the label of their row.
-// For labels of pixels ([N, C, H, W]) it takes 16 bytes of pixels and goes through several classes with the same
-// labels. A pack of hard targets (0 and 1, or labels) takes the short formulas, a pack with a soft one the general
-// ones. The score of a label is one soft target among hard ones: it alone takes the general formulas. Nothing is saved
-// between the passes. Elements of ignored rows, and those beyond the end, get a logit whose loss and gradient are 0, so
-// that no later step needs a selection.
+// A thread takes 16 bytes of logits at a time, and either 16 bytes of targets or the label of their row. For labels of
+// pixels ([N, C, H, W]) it takes 16 bytes of pixels and loops over several classes with the same labels. A pack of hard
+// targets (0 and 1, or labels) takes the short formulas, a pack with a soft target the general ones. The score of a
+// label is a single soft target: it alone takes the general formulas. The forward pass saves nothing. Elements of
+// ignored rows, and those beyond the end, get a logit whose loss and gradient are 0, so that no later step needs a
+// selection.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -16,13 +16,13 @@
 namespace focalkern::cuda {
 namespace {
 
-// e^-1000 is 0 in every type: for a target of 0, loss and slope are 0, too.
+// e^-1000 is 0 in every type: for target 0, loss and slope are then 0, too.
 template <typename Real>
 constexpr Real kLogitWithoutLoss = Real(-1000);
 
 enum class PowerKind { kSquare, kSmall, kAny };
 
-// The numbers of a launch.
+// The parameters of a launch.
 template <typename Real>
 struct PlainNumbers {
   PowerKind power;
@@ -36,7 +36,7 @@ struct PlainNumbers {
   ScoredLoss scored;
 };
 
-// n / classes for n below 2^32, by multiplication: the product is at most one too small, and is then corrected.
+// n / classes for n below 2^32, by multiplication; the product may be one too small, which is corrected.
 struct RowDivider {
   uint32_t classes;
   uint32_t reciprocal;
@@ -63,10 +63,10 @@ constexpr bool kHasScores = std::is_same_v<Loss, QualityElement> || std::is_same
 // The layout of labels: one per row of [rows, classes], or one per pixel of [outer, classes, pixels].
 struct Places {
   RowDivider rows;
-  RowDivider packs;   // of pixels
-  RowDivider chunks;  // classes per thread
+  RowDivider packs;   // divides by the packs of pixels
+  RowDivider chunks;  // divides by the chunks of classes, one per thread
   int chunk_classes;
-  int64_t units;  // vectors of pixels in all chunks
+  int64_t units;  // vectors of pixels over all chunks of classes
 };
 
 // ---- a pack of elements --------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ struct Pack {
   int size;    // elements before the end
   int counts;  // number of elements that are not ignored
   bool is_hard;
-  int scored = -1;  // the element whose target is a score, if there is one; the others are hard
+  int scored = -1;  // the element whose target is a score, if any; all others are hard
   compute_t<Scalar> scored_x;
   compute_t<Scalar> score;
 };
@@ -88,7 +88,7 @@ template <typename Scalar>
 __device__ __forceinline__ Elements<Scalar> load_elements(const void* data, int64_t first, int size, Scalar missing) {
   constexpr int kSize = kVectorSize<Scalar>;
   const Scalar* at = static_cast<const Scalar*>(data) + first;
-  uint4 loaded;  // whole words: 16-bit elements would be taken apart here and again where they are used
+  uint4 loaded;  // whole words: the compiler would take 16-bit elements apart here and again at their use
   if (size == kSize) {
     loaded = load_vector(at);
   } else {
@@ -106,10 +106,10 @@ struct RowLabel {
   uint32_t class_index;  // the class with target 1, or none
   bool counts;           // not ignored
   bool is_live;          // nor out of range
-  Real otherwise;        // the substitute logit where it is ignored
+  Real otherwise;        // the substitute logit if the row is ignored
   Real score;            // the target of that class
 
-  // Sets the target of an element. `has_scores` is one for all elements.
+  // Sets the target of an element. `has_scores` is the same for all elements.
   template <typename Pack>
   __device__ __forceinline__ void set_share(Pack& pack, int e, bool is_match, bool has_scores) const {
     pack.share[e] = is_match ? score : Real(0);
@@ -129,7 +129,7 @@ __device__ __forceinline__ RowLabel<compute_t<Scalar>> row_label(const SigmoidLo
                                                                                      : Labels::Type::kUInt8};
   const int64_t label = labels[row];
   const bool counts = label != args.ignore_index;
-  const bool is_live = counts && label >= 0 && label <= args.classes;  // the last is background
+  const bool is_live = counts && label >= 0 && label <= args.classes;  // the last label is background
   Real score = 1;
   if constexpr (may_score) {
     if (args.scores.data != nullptr && is_live && label < args.classes) {
@@ -188,7 +188,7 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
       const Real share = load_as_compute(target.at[e]);
       pack.x[e] = load_as_compute(x.at[e]);
       pack.share[e] = share;
-      soft += fabs(share * share - share);  // 0 only for 0 and 1; NaN for NaN
+      soft += fabs(share * share - share);  // 0 only for targets 0 and 1; NaN for NaN
     }
     pack.is_hard = soft == Real(0);
   }

@@ -1,11 +1,11 @@
 // Losses of one logit, forward and backward.
 //
-// A thread takes four neighbouring elements at a time (two of double), in the memory order of the results. It reads the
+// A thread takes four adjacent elements at a time (two of double), in the memory order of the results. It reads the
 // logits and a dense target of their type as one vector. For other operands (a broadcast alpha, labels, logits with
 // strides) it computes the offset from the position, with one division per dim. Each direction reads the logits once;
-// nothing is saved between them. The last block to finish adds up the sums of all blocks.
+// the forward pass saves nothing. The last block to finish adds up the sums of all blocks.
 //
-// These kernels handle every case, and use the soft formulas for hard targets, too. sigmoid_loss_vectorized.cu has
+// These kernels handle every case; they use the soft formulas for hard targets, too. sigmoid_loss_vectorized.cu has
 // faster kernels for the common cases.
 
 #include "cuda/common.cuh"
@@ -74,10 +74,10 @@ Power<Real> power_of(const Operand& operand) {
 template <typename Real>
 struct Plan {
   Power<Real> gamma;
-  Power<Real> second;  // of the asymmetric loss
+  Power<Real> second;  // gamma_positive of the asymmetric loss
   bool has_alpha;
-  bool walks;           // some tensor has another layout than the results
-  bool input_in_packs;  // dense, and on the boundary of a vector
+  bool walks;           // some tensor has a layout other than that of the results
+  bool input_in_packs;  // dense, and aligned to a vector
   bool target_in_packs;
   bool result_in_packs;
 };
@@ -95,7 +95,7 @@ __device__ __forceinline__ Position position_of(const SigmoidLossArgs<Scalar>& a
   int64_t rest = element;
   for (int d = args.space.dims - 1; d >= 0; --d) {
     const int64_t size = args.space.sizes[d];
-    // A 64-bit division is a subroutine, so only tensors that need it use it.
+    // A 64-bit division is a subroutine, so it is used only if a tensor needs it.
     const int64_t outer = rest <= 0xffffffffLL && size <= 0xffffffffLL
                               ? static_cast<int64_t>(static_cast<uint32_t>(rest) / static_cast<uint32_t>(size))
                               : rest / size;
@@ -145,7 +145,7 @@ __device__ __forceinline__ SigmoidTerms<Real> terms_of(const Element<Real>& foun
   return Loss::template terms<false>(found.x, found.share, with);
 }
 
-// `x` and `share` are the values of the vectors, where vectors are read.
+// `x` and `share` are values of the vectors, if vectors are read.
 template <typename Scalar>
 __device__ __forceinline__ Element<compute_t<Scalar>> element_at(const SigmoidLossArgs<Scalar>& args,
                                                                  const Plan<compute_t<Scalar>>& plan, int64_t element,
@@ -258,7 +258,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_ba
                                              static_cast<Real>(load_as_compute(packs.target.at[e])));
       const SigmoidTerms<Real> terms = terms_of<Loss>(found, args.constant, scored_loss_of(args.loss_kind));
       const Real scale = found.weight * (parameter_at<Real>(args.grad_loss, element, at.grad) / divisor);
-      // This holds even if the logits of an ignored row are NaN.
+      // This holds even where the logits of an ignored row are NaN.
       const bool counts = found.counts;
       result.at[e] = Store<Scalar>::from_compute(counts ? terms.slope * scale : Real(0));
       if (args.grad_target != nullptr) args.grad_target[element] = counts ? terms.slope_target * scale : Real(0);

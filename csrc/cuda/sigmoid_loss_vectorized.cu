@@ -1,6 +1,5 @@
-// Losses of one logit, the common case: gamma, alpha and weight are numbers, logits and
-// results have one layout, and only the gradient of the logits is wanted. Forward and backward; sigmoid_loss_strided.cu
-// has the rest.
+// Losses of one logit, the common case: gamma, alpha and weight are numbers, logits and results have the same layout,
+// and only the gradient of the logits is needed. Forward and backward; sigmoid_loss_strided.cu has the other cases.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
@@ -104,7 +103,7 @@ bool has_plain_arguments(const SigmoidLossArgs<Scalar>& args) {
   if (!args.target_is_labels) {
     return args.target.dense && args.target.type == kTypeOf<Scalar> && on_boundary(args.target.data);
   }
-  // One row of memory per label, and a score for each. Elements are counted in 32 bits.
+  // One label per row of memory, optionally with a score. Elements are counted in 32 bits.
   const ElementSpace& space = args.space;
   for (int d = 0; d < space.dims && args.scores.data != nullptr; ++d) {
     if (args.scores.strides[d] != args.target.strides[d] && space.sizes[d] > 1) return false;
@@ -120,7 +119,7 @@ Places places_of(const SigmoidLossArgs<Scalar>& args) {
   if (!labels_are_of_pixels(args) || args.space.size == 0) return places;
   const int64_t packs = args.space.sizes[args.space.dims - 1] / kVectorSize<Scalar>;
   const int64_t vectors = args.space.size / kVectorSize<Scalar>;
-  // Classes per thread: the more, the fewer reads of labels, but enough blocks must remain.
+  // More classes per thread need fewer reads of labels, but enough blocks must remain.
   places.chunk_classes = 8;
   while (places.chunk_classes > 1 && vectors / places.chunk_classes < kMaxGrid / 8 * kBlock) places.chunk_classes /= 2;
   const int64_t chunks = divide_up(args.classes, places.chunk_classes);
@@ -187,7 +186,7 @@ int64_t sigmoid_loss_plain_grid(int64_t size) {
   return blocks < 1 ? 1 : blocks < kMaxGrid ? blocks : kMaxGrid;
 }
 
-// At most as many blocks as sigmoid_loss_plain_grid returns, because the scratch memory is for these.
+// At most the blocks that sigmoid_loss_plain_grid returns: the scratch memory is sized for these.
 template <typename Scalar>
 int64_t grid_of(const SigmoidLossArgs<Scalar>& args, const Places& places) {
   return sigmoid_loss_plain_grid<Scalar>(places.units > 0 ? places.units * kVectorSize<Scalar> : args.space.size);

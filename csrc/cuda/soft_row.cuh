@@ -13,7 +13,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// The weight of a row if the loss weighs rows: that of its label, or the mean over its class probabilities.
+// The weight of a row, if the loss weights rows: that of its label, or the mean over its class probabilities.
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> row_weight(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
                                                         const RowGroup& group) {
@@ -34,7 +34,7 @@ struct SoftRow {
   Real max;
   Real log_s;
   Real log_u;   // of the largest class
-  Real likely;  // logit of the likely class, or NaN
+  Real likely;  // logit of the likely class, or NaN if there is none
   Real gamma;
   Real epsilon;
   bool is_square;  // gamma is 2
@@ -52,13 +52,13 @@ struct SoftRow {
   }
 };
 
-// A loss without an inverse is NaN below 0.
+// A loss without an inverse is NaN for a gamma below 0.
 template <typename Loss, typename Real>
 __device__ __forceinline__ Real gamma_of_loss(Real gamma) {
   return Loss::kHasInverse || !(gamma < Real(0)) ? gamma : kNaN<Real>;
 }
 
-// Calls f(gamma_of), where gamma_of returns the gamma of a class for its probability.
+// Calls f(gamma_of); gamma_of maps the probability of a class to its gamma.
 template <typename Loss, typename Scalar, typename Function>
 __device__ __forceinline__ void with_gamma(const RowLossArgs<Scalar>& args, const SoftRow<Scalar>& numbers,
                                            Function f) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ ClassTerms<compute_t<Scalar>> likely_terms(const RowL
                            numbers.is_detached, share);
 }
 
-// Calls take(terms) for these classes except the likely one, whose index goes to `top`.
+// Calls take(terms) for these classes except the likely one, whose index it stores in `top`.
 template <typename Loss, typename Scalar, typename Gamma, typename Values, typename Shares, typename Take>
 __device__ __forceinline__ void each_unlikely(const SoftRow<Scalar>& numbers, Gamma gamma_of, const Values& values,
                                               const Shares& shares, int first, int step, int& top, Take take) {

@@ -13,8 +13,8 @@ namespace focalkern::cuda {
 template <typename Array>
 constexpr int kCount = std::extent_v<std::remove_reference_t<Array>>;
 
-// The share of a class is (1 - e) target + e / classes, times the weight of its class if the loss weighs classes.
-// kUniform: all classes but the label have one share, which counts as 1 in `read`.
+// The share of a class is (1 - e) target + e / classes, times the weight of its class if the loss weights classes.
+// kUniform: all classes but the label have the same share, and `read` returns 1 for it.
 template <typename Loss, typename Scalar, bool kUniform>
 class ClassShares {
  public:
@@ -27,7 +27,7 @@ class ClassShares {
         weight_(Loss::kTarget == SoftTarget::kClasses ? args.class_weight : nullptr),
         is_wide_(false) {
     if (kUniform || !row.targets || !is_in_vectors(row) || row.target_stride != 1) return;
-    // The first class of the logits' vectors must lie on a boundary of the targets, too.
+    // The first class of the logits' vectors must lie on a vector boundary of the targets, too.
     const int head = elements_to_boundary(row.logits);
     is_wide_ = row.targets.typed([&](const auto* targets) { return elements_to_boundary(targets + head) == 0; });
   }

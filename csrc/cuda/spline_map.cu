@@ -1,8 +1,8 @@
 // The map of spline scaling, forward and backward: [rows, classes] -> [rows, classes].
 //
-// Passes over a row (spline_row.cuh): 1. the largest logit   2. the sum of exp over the others   3. scores
-// 4. their softmax; forward 5. write; backward 5. dL/dscore and dL/dlog q, added to the sums   6. dL/dd, written.
-// Memory: pass 1 reads the input, the last one writes; the backward pass reads the upstream gradient twice.
+// Passes over a row (spline_row.cuh): 1. the largest logit   2. the sum of exp over the others   3. scores 4. their
+// softmax. Forward: 5. write. Backward: 5. dL/dscore and dL/dlog q, added to the sums   6. dL/dd, written. Memory: pass
+// 1 reads the input, the last one writes; the backward pass reads the upstream gradient twice.
 
 #include "cuda/spline_row.cuh"
 
@@ -49,7 +49,7 @@ __global__ __launch_bounds__(kBlock, 2) void spline_map_backward_kernel(const __
     const SplineStart start = block.start(args.rows, part);
     const double largest = block.scores(args.rows, args.scores, start, part, [](int, const SplineEntry&, double) {});
     const double scale = 1 / block.template exponentials<false>(part, largest);
-    // An impossible class takes no part, even if its upstream gradient is not finite.
+    // An impossible class is excluded, even if its upstream gradient is not finite.
     const auto upstream = [&](int c, int at) {
       const bool impossible = args.scores.keep_zeros && part.d[at] == -kInfinity<double>;
       return impossible ? 0.0 : load_number(args.grad_output, args.of_grad, part.offset + c);

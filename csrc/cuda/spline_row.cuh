@@ -1,8 +1,8 @@
 // Rows of spline scaling: features, curve and scores of the classes that a thread has.
 //
-// A thread has a row of up to eight classes to itself; else lanes of a warp, a warp, or the block share it. Two numbers
-// of a class, d and its score, stay in shared memory between the passes over a row, and those of a row beyond 2048
-// classes in a workspace. Each thread reads its own alone. Everything is computed in double.
+// A thread computes a row of up to eight classes by itself; longer rows are shared by lanes of a warp, a warp, or the
+// block. Two numbers per class, d and its score, stay in shared memory between the passes over a row; for rows beyond
+// 2048 classes they are in a workspace. Each thread reads only its own. Everything is computed in double.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -12,9 +12,9 @@
 
 namespace focalkern::cuda {
 
-constexpr int kSplineSlots = 8;                              // classes of a thread in shared memory
-constexpr int64_t kSplineSumBytes = int64_t{128} << 20;      // of the numbers that threads add up
-constexpr int64_t kSplineScratchBytes = int64_t{256} << 20;  // of the classes of long rows
+constexpr int kSplineSlots = 8;                              // classes per thread in shared memory
+constexpr int64_t kSplineSumBytes = int64_t{128} << 20;      // bytes of the numbers that threads add up
+constexpr int64_t kSplineScratchBytes = int64_t{256} << 20;  // bytes for the classes of long rows
 
 struct SplinePlan {
   int lanes;  // threads that share a row
@@ -70,7 +70,7 @@ struct SplineTables {
   double knot[kSize];
   double power[kSize][4];
 
-  // Every thread of the block calls it; the tables may be read after the next barrier.
+  // Every thread of the block calls it; the tables are valid after the next barrier.
   __device__ __forceinline__ void load(const SplineCurve& curve) {
     for (int i = static_cast<int>(threadIdx.x); i < kSize; i += kBlock) {
       knot[i] = i < curve.knots ? curve.positions[i] : kInfinity<double>;
@@ -81,7 +81,7 @@ struct SplineTables {
   }
 };
 
-// A class as the curve sees it.
+// The position of a class on the curve.
 struct SplinePlace {
   int piece;
   double s;  // u minus the origin of the piece
@@ -133,7 +133,7 @@ __device__ __forceinline__ uint64_t kept_bits(const SplineInput& input) {
   return ~uint64_t{0} << (input.in_steps ? 22 : 0);
 }
 
-// The shared memory of a kernel: kSize entries of a curve, and the classes of a row where they fit (`kept`).
+// The shared memory of a kernel: kSize entries of a curve, and the classes of a row if they fit (`kept`).
 template <int kSize, bool kept>
 struct SplineShared {
   static constexpr int kSlots = kept ? kSplineSlots * kBlock : 1;
@@ -143,13 +143,13 @@ struct SplineShared {
   SplineTables<kSize> tables;
 };
 
-// A block's memory and its walk over rows.
+// A block's memory and its loop over rows.
 template <int kSize, bool kept>
 struct SplineBlock {
   SplineShared<kSize, kept>& shared;
   SplinePlan plan;
   RowGroup group;
-  int first_step;  // of the bisection of the knots
+  int first_step;  // steps of the bisection of the knots
   double* scratch;
 
   __device__ __forceinline__ SplineBlock(SplineShared<kSize, kept>& shared, const SplinePlan& plan, double* scratch)
@@ -169,7 +169,7 @@ struct SplineBlock {
     return static_cast<int64_t>(blockIdx.x) * rows_at_once() + static_cast<int>(threadIdx.x) / plan.lanes;
   }
 
-  // f(part, row, exists) for every row of the group; all threads of the block call it equally often.
+  // Calls f(part, row, exists) for every row of the group; all threads of the block call f equally often.
   template <typename Function>
   __device__ __forceinline__ void each_row(const SplineInput& input, Function f) const {
     const int thread = static_cast<int>(threadIdx.x);
@@ -193,7 +193,8 @@ struct SplineBlock {
     }
   }
 
-  // Reads the logits of a row into part.d and returns the largest. `checks`: valid says whether the row has an answer.
+  // Reads the logits of a row into part.d and returns the largest. With `checks`, `valid` says whether the row is
+  // valid.
   template <bool checks>
   __device__ __forceinline__ double read_row(const SplineInput& input, const SplinePart& part, double tolerance,
                                              bool* valid) const {
@@ -204,7 +205,7 @@ struct SplineBlock {
         total += z;
         z = logit_of_probability(z);
       }
-      if (z != z) wrong = 1;  // also what has a negative probability
+      if (z != z) wrong = 1;  // also if a probability is negative
       part.d[at] = z;
       top = fmax(top, z);
     });
@@ -261,7 +262,7 @@ struct SplineBlock {
     return spline_slope(c[1], c[2], c[3], place.s);
   }
 
-  // Pass 3: part.score becomes the scores, of which the largest is returned. take(c, entry, score) sees each.
+  // Pass 3: replaces part.score by the scores and returns the largest. take(c, entry, score) is called for each.
   template <typename Take>
   __device__ __forceinline__ double scores(const SplineInput& input, const SplineScores& args, const SplineStart& start,
                                            const SplinePart& part, Take take) const {
@@ -280,7 +281,7 @@ struct SplineBlock {
     return group.max(largest);
   }
 
-  // Pass 4: exp(score - largest) replaces the scores, unless `keep`; returns the sum.
+  // Pass 4: replaces the scores by exp(score - largest), unless `keep`; returns their sum.
   template <bool keep>
   __device__ __forceinline__ double exponentials(const SplinePart& part, double largest) const {
     double sum = 0;
@@ -297,7 +298,7 @@ struct SplineBlock {
 
 // The numbers of a thread (kernels/spline.h).
 struct SplineThreadSums {
-  double* at;  // of this thread; null if not wanted
+  double* at;  // numbers of this thread; null if not needed
   int64_t stride;
 
   __device__ __forceinline__ explicit SplineThreadSums(const SplineSums& sums)
@@ -308,7 +309,7 @@ struct SplineThreadSums {
   __device__ __forceinline__ void add(int64_t number, double value) const { at[number * stride] += value; }
 };
 
-// g s^k by piece. With many classes, most lie left of the first knot; their sums stay in registers.
+// Adds g s^k by piece. With many classes, most lie left of the first knot; their sums stay in registers.
 struct SplineMoments {
   double left[4] = {0, 0, 0, 0};
 
@@ -333,9 +334,9 @@ struct SplineMoments {
   }
 };
 
-// g x and g by class, in the numbers of a group.
+// Adds g x and g by class to the numbers of a group.
 struct SplineClassSums {
-  double* at;  // [2, classes]; null if not wanted
+  double* at;  // [2, classes]; null if not needed
   int64_t classes;
 
   __device__ __forceinline__ SplineClassSums(const SplineSums& sums, int64_t group, int64_t classes)

@@ -1,8 +1,9 @@
 // Sums over rows for the fit of spline scaling: the loss with its derivatives in the curve, in a vector and for a
 // matrix, and the loss of the temperature. [rows, classes] -> the numbers of each thread (kernels/spline.h).
 //
-// Passes over a row (spline_row.cuh): 1. the largest logit   2. the sum of exp over the others   3. scores
-// 4. their softmax   5. the sums; of the temperature 2. and its sum for each 1/T. Pass 1 alone reads the input.
+// Passes over a row (spline_row.cuh): 1. the largest logit   2. the sum of exp over the others   3. scores 4. their
+// softmax   5. the sums. The temperature needs pass 1, and pass 2 with its sum for each 1/T. Only pass 1 reads the
+// input.
 
 #include "cuda/spline_row.cuh"
 
@@ -70,7 +71,7 @@ __global__ __launch_bounds__(kBlock, 1) void spline_curve_sums_kernel(const __gr
     part.each([&](int, int at) {
       const SplineEntry of = block.entry(args.rows, loss.start, part.d[at]);
       const double p = part.score[at] * share, x = of.features.x, s = of.place.s;
-      const double q = counts ? weight * p : 0.0, with_s = q * s;  // a row of weight 0 may hold anything
+      const double q = counts ? weight * p : 0.0, with_s = q * s;  // a row of weight 0 may hold any logits
       squares += q * x * x;
       mean[0] += p * x;
       if (of.place.piece == 0) {

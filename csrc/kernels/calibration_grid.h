@@ -1,5 +1,5 @@
-// Calibration errors on a grid of gammas and temperatures, and running sums of them: arguments and launchers. Formulas:
-// math/binning.h.
+// Calibration errors on a grid of gammas and temperatures, and running sums for them: arguments and launchers.
+// Formulas: math/binning.h.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace focalkern {
 
-// Reasons why a row is invalid. The first problem is one number, row * kRowProblems + problem, or kNoRowProblem: the
-// minimum over any split of the rows names the first invalid row.
+// Reasons why a row is invalid. row * kRowProblems + problem identifies a problem of a row, kNoRowProblem none. The
+// minimum of this number over any split of the rows gives the first invalid row.
 enum class RowProblem : int64_t {
   kNotANumber,
   kPositiveInfinity,
@@ -26,7 +26,7 @@ constexpr int64_t kNoRowProblem = INT64_MAX;
 // The samples. An input of -inf (probability 0) is an impossible class.
 template <typename Scalar>
 struct CalibrationGridSamples {
-  int64_t rows;         // samples that count
+  int64_t rows;         // number of samples that count
   int64_t classes;      // at least 2
   const Scalar* input;  // [*, classes] with stride `row_stride`: logits, or probabilities
   int64_t row_stride;
@@ -34,8 +34,8 @@ struct CalibrationGridSamples {
   Labels labels;        // [*]
   const int64_t* kept;  // [rows]: the rows of `input` and `labels` that count, or null for all of them
 
-  // Written by `prepare`, read by all later steps. Rows are numbered among those that count.
-  int32_t* top;      // [rows]: class of the largest input, the first one of equals
+  // Written by `prepare`, read by all later steps. Row numbers count only the rows that `rows` selects.
+  int32_t* top;      // [rows]: class of the largest input, the first one if several are equal
   uint8_t* correct;  // [rows]: 1 where top is the label
 
   FK_HOST_DEVICE int64_t input_row(int64_t row) const { return kept == nullptr ? row : kept[row]; }
@@ -63,16 +63,16 @@ struct CalibrationGridBlock {
   bool keep_confidence;
 };
 
-// Numbers that depend only on a grid's gammas, computed once on the host (math/grid_plan.h).
+// Numbers that depend only on a grid's gammas; the host computes them once (math/grid_plan.h).
 struct CalibrationGridPlan;
-// Whether sums over the classes may serve several gammas of a block.
+// Whether one sum over the classes may serve several gammas of a block.
 template <typename Scalar>
 bool calibration_grid_shares_sums(const CalibrationGridBlock<Scalar>& block) {
   return sizeof(compute_t<Scalar>) == sizeof(float) && block.brier == nullptr;
 }
 
-// Running sums over samples, for grids that are computed batch by batch. They are the sums of a block's
-// cells per bucket of the confidences.
+// Running sums over samples, for grids that are computed batch by batch: the sums of each cell of a block, per bucket
+// of the confidences.
 template <typename Real>
 struct CalibrationSums {
   int64_t rows;
@@ -83,7 +83,7 @@ struct CalibrationSums {
   int64_t n_buckets;
   bool sketch;  // buckets of sketch_bucket if true, else of equal_width_bin
 
-  // Sums that are added to. Those of cell (g, t) begin at (g * cell_stride + t) * n_buckets.
+  // Sums to add to. Those of cell (g, t) begin at (g * cell_stride + t) * n_buckets.
   int64_t* count;
   double* confidence_sum;
   int64_t* correct_sum;
@@ -94,23 +94,23 @@ constexpr int64_t kMaxCalibrationSumRows = int64_t{1} << 22;
 
 namespace cpu {
 
-// These three are functions of the shape alone, so that sums do not depend on the number of threads.
+// These three depend only on the shape, so that sums do not depend on the number of threads.
 int64_t calibration_grid_chunk_rows(int64_t rows, int64_t classes);
-// Temperatures per block: enough to keep every thread busy, few enough for small scratch memory and a short wait
+// Temperatures per block: enough to keep every thread busy, few enough for little scratch memory and a short wait
 // between two blocks.
 int64_t calibration_grid_block_temperatures(int64_t rows, int64_t classes, int64_t n_gammas, int64_t real_size);
 
-// Scratch memory of one block, between its two stages.
+// Scratch memory of one block, from stage 1 to stage 2.
 template <typename Scalar>
 struct CalibrationGridScratch {
   // Confidence of the class `top` in each cell, rounded to the compute type.
   compute_t<Scalar>* confidence;  // [n_temperatures, n_gammas, rows]
   // Sums over the rows of one chunk.
   double* nll;    // [chunks, n_temperatures, n_gammas], or null
-  double* brier;  // likewise
+  double* brier;  // the same for the Brier score
 };
 
-// Checks the rows and writes top and correct; returns the first problem (its row is counted in `input`).
+// Checks the rows and writes top and correct. Returns the first problem; its row number counts the rows of `input`.
 template <typename Scalar>
 int64_t calibration_grid_prepare(const CalibrationGridSamples<Scalar>& samples, int64_t row_begin, int64_t row_end);
 
@@ -120,7 +120,7 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
                                   const CalibrationGridScratch<Scalar>& scratch, int64_t chunk_begin,
                                   int64_t chunk_end);
 
-// Stage 2: the cells of the tables, cell = t * n_gammas + g.
+// Stage 2: the values of the tables for each cell = t * n_gammas + g.
 template <typename Scalar>
 void calibration_grid_cells(const CalibrationGridBlock<Scalar>& block, const CalibrationGridScratch<Scalar>& scratch,
                             int64_t cell_begin, int64_t cell_end);
@@ -143,7 +143,7 @@ int64_t calibration_grid_block_temperatures(int64_t rows, int64_t classes, int64
 int64_t calibration_grid_workspace(int64_t rows, int64_t classes, int64_t n_gammas, int64_t n_temperatures,
                                    int64_t n_bins, int64_t real_size);
 
-// The confidences, if they are kept, are at the start of the workspace.
+// If confidences are kept, they are at the start of the workspace.
 template <typename Scalar>
 int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, const CalibrationGridPlan& plan, void* workspace,
                            void* stream);

@@ -7,8 +7,8 @@
 
 namespace focalkern {
 
-// Exactly one of `output` and `output_wide` is set (and of `grad_output` and `grad_output_wide`). Under autocast a
-// half-precision input has an output in the compute type, as softmax does.
+// Exactly one of `output` and `output_wide` is set, and one of `grad_output` and `grad_output_wide`. Under autocast the
+// output for a half-precision input has the compute type, as softmax has.
 template <typename Scalar>
 struct CalibrationMapArgs {
   using Real = compute_t<Scalar>;
@@ -19,8 +19,8 @@ struct CalibrationMapArgs {
   bool input_is_probs;
   bool log_output;
 
-  // gamma[row * gamma_stride], or `gamma_value` for every row where the pointer is null; the same for temperature.
-  // In double whatever Scalar is: 1 + gamma is formed before rounding.
+  // gamma[row * gamma_stride], or `gamma_value` for every row if the pointer is null; the same for temperature. Both
+  // are double for every Scalar: 1 + gamma must be computed before rounding.
   const double* gamma;
   int64_t gamma_stride;  // 0 or 1
   double gamma_value;
@@ -34,8 +34,8 @@ struct CalibrationMapArgs {
   }
 };
 
-// An invalid row becomes NaN throughout: a NaN or +inf input, no possible class, probabilities that are negative or do
-// not sum to 1, gamma or temperature outside their domain.
+// All outputs of an invalid row are NaN. A row is invalid if an input is NaN or +inf, no class has a probability above
+// 0, probabilities are negative or do not sum to 1, or gamma or temperature is outside its domain.
 template <typename Scalar>
 struct CalibrationMapForward : CalibrationMapArgs<Scalar> {
   Scalar* output;                  // [rows, classes], or null
@@ -51,7 +51,7 @@ struct CalibrationMapBackward : CalibrationMapArgs<Scalar> {
   double* grad_temperature;                   // [rows], or null
 };
 
-// The same map for two classes, on one logit each: elementwise.
+// The binary map: the same map for two classes, elementwise on one logit each.
 template <typename Scalar>
 struct BinaryCalibrationMapArgs {
   int64_t size;
@@ -87,7 +87,7 @@ struct BinaryCalibrationMapBackward : BinaryCalibrationMapArgs<Scalar> {
 
 namespace cpu {
 
-// Rows (elements of the binary map: classes = 1) per unit of work, a function of the shape alone.
+// Rows (elements of the binary map: classes = 1) per unit of work; depends only on the shape.
 int64_t calibration_map_chunk_rows(int64_t rows, int64_t classes);
 
 // Returns the first invalid row, or -1.

@@ -1,5 +1,6 @@
-// Parts that the arguments of several kernels share. As everywhere in kernels/: plain structs and one declaration
-// per operator, direction and device; neither torch nor CUDA, so that a kernel is read, built and tested without them.
+// Parts that the arguments of several kernels share. Everything in kernels/ is plain structs and one declaration per
+// operator, direction and device. None of it includes torch or CUDA, so that a kernel is read, built and tested without
+// them.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +10,15 @@
 namespace focalkern {
 
 // The offset of element (row, class), in elements from the base pointer. Rows are the positions of the unreduced loss
-// in their logical order; [N, C, d1, ...] in any memory format is at most two nested runs of rows. A crop of it is
-// three: lines of pixels, `lines` of them in an image. Only the kernels of the CPU take images.
+// in their logical order. [N, C, d1, ...] in any memory format has at most two nested runs of rows. A crop of it has
+// three: `lines` lines of pixels form an image. Only the CPU kernels support images.
 struct RowLayout {
   int64_t inner;  // rows in the innermost run
   int64_t outer_stride;
   int64_t inner_stride;
   int64_t class_stride;
   int64_t lines = 0;      // runs in an image, or 0 without images
-  int64_t image_gap = 0;  // from an image to the next, beyond its lines
+  int64_t image_gap = 0;  // from the end of an image's lines to the next image
 
   FK_HOST_DEVICE int64_t row_offset(int64_t row) const {
     const int64_t offset = (row / inner) * outer_stride + (row % inner) * inner_stride;
@@ -25,7 +26,7 @@ struct RowLayout {
   }
 };
 
-// Labels in the type that the user gave: a conversion would cost a launch and a copy.
+// Labels in the type that the user passed: converting them would cost a launch and a copy.
 struct Labels {
   enum class Type : int32_t { kInt64, kInt32, kUInt8 };
   const void* data;  // [rows], contiguous

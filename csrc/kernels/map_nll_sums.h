@@ -29,7 +29,7 @@ struct MapNllRows {
 
 namespace cpu {
 
-// Adds rows [begin, end) at beta, and at gamma unless it is null, to sums [kMapNllSums].
+// Adds rows [begin, end) at beta to sums [kMapNllSums]; with the terms in gamma unless gamma is null.
 template <typename Scalar>
 void map_nll_sums(const MapNllRows<Scalar>& rows, const double* gamma, double beta, int64_t begin, int64_t end,
                   double* sums);

@@ -11,7 +11,7 @@ namespace focalkern {
 
 struct MmceFormula;
 
-// Class probabilities in the type of the logits or of the computation: a conversion would cost a launch and a copy.
+// Class probabilities in the type of the logits or of the computation: converting them would cost a launch and a copy.
 template <typename Scalar>
 struct Probabilities {
   using Real = compute_t<Scalar>;
@@ -19,7 +19,7 @@ struct Probabilities {
   bool is_real;      // of type Real; otherwise of type Scalar
 
   FK_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
-  // Calls f with the pointer in its type.
+  // Calls f with the pointer, cast to its type.
   template <typename Function>
   FK_HOST_DEVICE auto typed(Function f) const {
     if constexpr (!std::is_same_v<Scalar, Real>) {
@@ -54,30 +54,31 @@ struct RowLossArgs {
   const Real* class_weight;  // [classes], or null
   bool detach_modulation;
 
-  // gamma[row * gamma_stride], or with `edges`: the table gamma[n_bins], looked up at p.
-  const Real* gamma;     // or null: then `gamma_value` serves every row
+  // gamma[row * gamma_stride]. With `edges`: the table gamma[n_bins], looked up at p.
+  const Real* gamma;     // if null, `gamma_value` serves every row
   int64_t gamma_stride;  // 0 or 1
   Real gamma_value;
   Real epsilon;       // of the poly focal loss
   const Real* edges;  // [n_bins + 1], or null
   int64_t n_bins;
 
-  // A row saves three or four numbers for its backward pass, one array each: m, its largest logit or that of its
-  // target; log sum_j exp(z_j - m); log u of the target (labels without smoothing) or of the largest class (otherwise),
-  // or a sum of squares; and the special class of some losses. On the CPU, the focal loss of labels saves other numbers
-  // (cpu/row_loss/epilogue_focal.h), and so do class probabilities and label smoothing (cpu/row_loss/soft_targets.h).
+  // A row saves three or four numbers for its backward pass, one array each: m, its largest logit or the logit of its
+  // target; log sum_j exp(z_j - m); log u of the target (labels without smoothing), log u of the largest class
+  // (otherwise), or a sum of squares; and, for some losses, the special class. On the CPU, the focal loss of labels
+  // saves other numbers (cpu/row_loss/epilogue_focal.h), and so do class probabilities and label smoothing
+  // (cpu/row_loss/soft_targets.h).
   Real* saved;  // [kSavedNumbers, rows]
 };
 
 template <typename Scalar>
 struct RowLossForward : RowLossArgs<Scalar> {
-  compute_t<Scalar>* row_loss;  // [rows], or null if only the sums are wanted
+  compute_t<Scalar>* row_loss;  // [rows], or null if only the sums are needed
 };
 
 // The sums of a run of rows for a reduced loss, in double on every device.
 struct RowLossSums {
   double loss;
-  double weight;        // class weights of the rows that were not ignored
+  double weight;        // sum of the class weights of the rows that are not ignored
   int64_t invalid_row;  // first row whose label is out of range, or -1
 };
 
@@ -95,7 +96,7 @@ struct RowLossBackward : RowLossArgs<Scalar> {
 
 namespace cpu {
 
-// Rows per unit of work. It depends on the shape alone, so that sums do not depend on the number of threads.
+// Rows per unit of work. It depends only on the shape, so that sums do not depend on the number of threads.
 int64_t row_loss_chunk_rows(int64_t rows, int64_t classes);
 
 template <typename Loss, typename Scalar>
@@ -122,13 +123,13 @@ int focal_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<
 template <typename Scalar>
 int focal_loss_backward(const RowLossBackward<Scalar>& args, void* stream);
 
-// MMCELoss takes torch's operations on CUDA: its launchers below return cudaErrorNotSupported.
+// MMCELoss uses torch operations on CUDA; its launchers below return cudaErrorNotSupported.
 template <typename Loss>
 inline constexpr bool kHasKernels = true;
 template <>
 inline constexpr bool kHasKernels<MmceFormula> = false;
 
-// Every loss, with the same workspace. The focal loss is passed to its own launchers above.
+// Every loss, with the same workspace; the focal loss takes its own launchers above.
 template <typename Loss, typename Scalar>
 int row_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss, compute_t<Scalar>* divisor,
                      void* workspace, void* stream);

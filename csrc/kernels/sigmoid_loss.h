@@ -26,19 +26,19 @@ enum class ElementType : int32_t { kFloat, kDouble, kHalf, kBFloat16, kUInt8, kI
 
 constexpr int kMaxDims = 10;
 
-// Elements in the memory order of the results, which are dense; every other tensor is reached by strides. Dims that are
-// adjacent in all tensors are merged, so that an ordinary case has one dim.
+// Elements in the memory order of the results, which are dense. Every other tensor is addressed by strides. Dims that
+// are adjacent in all tensors are merged; a contiguous case then has one dim.
 struct ElementSpace {
-  int64_t size;  // of all
+  int64_t size;  // number of all elements
   int dims;
   int64_t sizes[kMaxDims];  // outermost first
 };
 
 // A tensor broadcast to the space, or one number.
 struct Operand {
-  const void* data;  // or null: `value`
+  const void* data;  // if null, `value` applies
   ElementType type;
-  bool dense;                 // has the layout of the results
+  bool dense;                 // whether it has the layout of the results
   int64_t strides[kMaxDims];  // in elements
   double value;
 };
@@ -51,15 +51,15 @@ struct SigmoidLossArgs {
   ElementSpace space;
   Operand input;          // of Scalar
   Operand target;         // shares, or labels
-  bool target_is_labels;  // one-hot: 1 where the label is the position along `class_dim`
-  bool has_alpha;         // without alpha its factors are 1
-  int class_dim;          // a dim of the space of its own, with stride 0 in `target`
-  int64_t classes;        // label `classes` is background, a row of zeros
+  bool target_is_labels;  // one-hot: 1 where the label equals the position along `class_dim`
+  bool has_alpha;         // without alpha, both factors are 1
+  int class_dim;          // the dim of the classes, with stride 0 in `target`
+  int64_t classes;        // label `classes` means background: all targets of the row are 0
   int64_t ignore_index;   // number of elements with an ignored label
-  Operand gamma;          // numbers or of Real, as the following ones
+  Operand gamma;          // a number, or of type Real; likewise the next ones
   Operand second;         // alpha, or gamma_positive
   Operand weight;         // or the number 1
-  Operand scores;         // with labels: target at the label's class; 1 if data is null
+  Operand scores;         // with labels: the target of the label's class; 1 if data is null
   Real constant;          // margin (asymmetric), floor (IA-BCE), or 1 if p^gamma is detached (the other scored losses)
 };
 
@@ -72,28 +72,28 @@ struct SigmoidLossForward : SigmoidLossArgs<Scalar> {
 
 struct SigmoidLossSums {
   double loss;
-  int64_t count;          // elements that were not ignored
+  int64_t count;          // number of elements that are not ignored
   bool is_valid;          // whether every label is in range
-  int64_t invalid_label;  // otherwise: one that was
+  int64_t invalid_label;  // if not valid: a label that is out of range
 };
 
 template <typename Scalar>
 struct SigmoidLossBackward : SigmoidLossArgs<Scalar> {
   using Real = compute_t<Scalar>;
-  Operand grad_loss;    // of Real: one for all, or one per element
+  Operand grad_loss;    // of type Real: one number for all, or one per element
   const Real* divisor;  // the divisor of the mean, or null
-  Scalar* grad_input;   // or null, as the following ones
+  Scalar* grad_input;   // or null; likewise the next ones
   Real* grad_target;
   Real* grad_gamma;
-  Real* grad_second;  // gamma_positive's
+  Real* grad_second;  // gradient of gamma_positive
 };
 
 namespace cpu {
 
-// Elements per unit of work, whatever the number of threads.
+// Elements per unit of work; independent of the number of threads.
 constexpr int64_t kSigmoidLossChunk = 16384;
 
-// `table` has the losses of every bfloat16, or is null; in the backward pass their gradients.
+// `table` holds the losses of all bfloat16 values, in the backward pass their gradients. It may be null.
 template <typename Scalar>
 SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int64_t begin, int64_t end,
                                      const compute_t<Scalar>* table);
@@ -101,8 +101,8 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
 template <typename Scalar>
 void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end, const Scalar* table);
 
-// Arguments of the look-up table. It pays from kBFloat16TablePays elements per thread on; empty if results cannot be
-// looked up.
+// Arguments that compute the look-up table; empty if no table applies. It pays off from kBFloat16TablePays elements per
+// thread.
 constexpr int64_t kBFloat16TablePays = int64_t(1) << 20;
 std::vector<float> sigmoid_loss_bfloat16_table(const SigmoidLossForward<BFloat16>& args);
 std::vector<BFloat16> sigmoid_grad_bfloat16_table(const SigmoidLossBackward<BFloat16>& args);

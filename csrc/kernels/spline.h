@@ -1,14 +1,14 @@
 // Spline scaling: arguments of its kernels on both devices, and the CUDA launchers. Formulas: math/spline.h.
 //
-// Rows of `input` are adjacent, [rows, classes], of any storage type; everything is computed in double.
+// Rows of `input` are contiguous, [rows, classes], of any storage type; the computation is in double.
 #pragma once
 
 #include <cstdint>
 
 namespace focalkern {
 
-constexpr int64_t kSplineMaxKnots = 255;    // of the map
-constexpr int64_t kSplineMaxFitKnots = 15;  // of the sums
+constexpr int64_t kSplineMaxKnots = 255;    // for the map
+constexpr int64_t kSplineMaxFitKnots = 15;  // for the sums
 
 enum class SplineStorage : int32_t { kHalf, kBFloat16, kFloat, kDouble };
 
@@ -21,7 +21,7 @@ struct SplineInput {
   int64_t classes;
   double temperature;
   double floor;           // e
-  bool in_steps = false;  // round to the grid on which rounding cannot change the order (math/spline.h)
+  bool in_steps = false;  // whether to round to a grid on which rounding errors cannot change the order (math/spline.h)
 };
 
 struct SplineCurve {
@@ -36,7 +36,7 @@ struct SplineScores {
   const double* bias;     // [classes], b; null is 0
   const double* extra;    // [rows, classes], added to the scores; null is 0
   bool keep_zeros;        // a class of logit -inf, or probability 0, keeps the probability 0
-  int64_t first_row = 0;  // of extra, and of the arrays [rows, classes] in double of the backward pass
+  int64_t first_row = 0;  // the first row of `extra`, and of the double arrays [rows, classes] of the backward pass
 };
 
 struct SplineTargets {
@@ -49,10 +49,10 @@ struct SplineMapForward {
   SplineCurve curve;
   SplineScores scores;
   bool log_output;
-  bool keep_order;   // of the classes of every row, exactly, also after rounding
+  bool keep_order;   // whether to keep the order of the classes of every row exactly, also after rounding
   void* output;      // [rows, classes]
   SplineStorage to;  // of output
-  double tolerance;  // of the sums of probabilities
+  double tolerance;  // for the sums of probabilities
 };
 
 struct SplineMapBackward {
@@ -62,16 +62,16 @@ struct SplineMapBackward {
   bool log_output;
   const void* grad_output;  // [rows, classes]
   SplineStorage of_grad;
-  const double* of_x;   // [rows, classes], added to dL/dx: what the matrix gives; null is 0
-  double* grad_scores;  // [rows, classes] dL/dscore; null if not wanted
-  void* grad_input;     // [rows, classes], of the input's storage; null if not wanted
+  const double* of_x;   // [rows, classes], added to dL/dx: the contribution of the matrix; null is 0
+  double* grad_scores;  // [rows, classes] dL/dscore; null if not needed
+  void* grad_input;     // [rows, classes], of the input's storage; null if not needed
 };
 
 namespace cuda {
 
-// Sums over rows. Each thread adds to its own numbers, and the caller adds these up, so the result has the same bits on
-// every run. The caller sets all of them to 0. With m knots, piece i from 0 to m and powers s^k from k = 0, the numbers
-// are
+// Sums over rows. Each thread adds to its own numbers and the caller adds these up, so the result is bitwise the same
+// on every run. The caller sets all of them to 0 first. With m knots, pieces i from 0 to m and powers s^k from k = 0,
+// the numbers are
 //   backward pass of the map   factor, T, e; then 3 + 4 i + k: dL/dscore s^k
 //   curve sums                 loss, p x^2, x of the target; then 3 + 16 i + k: p s^k for k < 7, 3 + 16 i + 8 + k: p x
 //   s^k
@@ -79,14 +79,14 @@ namespace cuda {
 //   linear sums                loss, r x, 0; then 3 + 4 i + k: r s^k, with r = w (p - [target])
 //   temperature sums           the loss of each 1 / T, then its slope in each
 struct SplineSums {
-  double* of_threads;  // [numbers, threads]; null if not wanted
-  double* of_classes;  // [groups, 2, classes]: of dL/dscore x and of dL/dscore; null if not wanted
+  double* of_threads;  // [numbers, threads]; null if not needed
+  double* of_classes;  // [groups, 2, classes]: sums of dL/dscore x and of dL/dscore; null if not needed
   int64_t numbers;
 };
 constexpr int64_t kSplineOfRows = 3;         // numbers that belong to no piece
-constexpr int64_t kSplineCurveNumbers = 16;  // of a piece
+constexpr int64_t kSplineCurveNumbers = 16;  // numbers per piece
 
-// Memory of a launch that computes `numbers` sums (0: none), and also sums per class if by_class.
+// Sizes of the memory of a launch with `numbers` sums per thread (0: none), and with sums per class if by_class.
 struct SplineSizes {
   int64_t threads;
   int64_t groups;
@@ -111,9 +111,9 @@ struct SplineFit {
 };
 int spline_curve_sums(const SplineFit& args, const double* basis, double* means, const SplineSums& sums,
                       double* scratch, void* stream);
-// slopes: [rows, classes], r; null if not wanted.
+// slopes: [rows, classes], r; null if not needed.
 int spline_linear_sums(const SplineFit& args, double* slopes, const SplineSums& sums, double* scratch, void* stream);
-// Per 1 / T: the sum of -w log((1 - e) q_target + e / C), and its slope in 1 / T. Here e may be 0.
+// Per 1 / T: the sum of -w log((1 - e) q_target + e / C), and its derivative in 1 / T. Here e may be 0.
 int spline_temperature_sums(const SplineInput& rows, const SplineTargets& targets, const double* betas, int64_t n_betas,
                             const SplineSums& sums, double* scratch, void* stream);
 

@@ -5,7 +5,7 @@
 
 namespace focalkern {
 
-// The map of the log-odds s / T, and its derivatives. It is odd in s, and is computed for s >= 0.
+// The map of the log-odds s / T, and its derivatives. The map is odd in s, so the code computes it for |s|.
 template <typename Real>
 struct BinaryMap {
   Real log_odds;
@@ -13,8 +13,8 @@ struct BinaryMap {
   Real grad_gamma;  // dlog_odds / dgamma
 };
 
-// 1 - phi = 1 - log(1 + t) / t of the odds 1 : t, 0 <= t <= 1, to 2 units in the last place: log(1 + t) = 2 atanh s
-// with s = t / (2 + t), and of the series nothing cancels.
+// 1 - phi = 1 - log(1 + t) / t, for odds 1 : t with 0 <= t <= 1, to 2 units in the last place. The series is that of
+// log(1 + t) = 2 atanh s with s = t / (2 + t); no terms of it cancel.
 template <typename Real>
 FK_HOST_DEVICE Real one_minus_phi_of_odds(Real t) {
   constexpr int kTerms = sizeof(Real) == sizeof(float) ? 7 : 16;
@@ -34,7 +34,8 @@ FK_HOST_DEVICE Real one_minus_phi_of_odds(Real t) {
 template <typename Real>
 FK_HOST_DEVICE BinaryMap<Real> binary_map(Real s_over_t, double gamma_wide) {
   const Real gamma = static_cast<Real>(gamma_wide);
-  // Keeps the order: the error of the term that is added to (1 + gamma) a grows as gamma -> -1, and is 0 at gamma = 0.
+  // Inputs on this grid keep their order. The step is coarser for gamma < 0, because the rounding error of the term
+  // added to (1 + gamma) a grows as gamma -> -1; at gamma = 0 that term is 0.
   const int step = gamma < Real(-0.9) ? 16 : gamma < Real(0) ? 8 : gamma > Real(0) ? 4 : 1;
   const Real x = rounded_to(s_over_t, step);
   const Real one_plus_gamma = static_cast<Real>(1.0 + gamma_wide);
@@ -46,8 +47,8 @@ FK_HOST_DEVICE BinaryMap<Real> binary_map(Real s_over_t, double gamma_wide) {
   const Real phi = Real(1) - one_minus_phi;
   const Real denominator = one_plus_gamma - gamma * one_minus_phi;
 
-  // phi of the other class minus phi of this one. As a -> 0 both tend to log 2, so the difference is computed without a
-  // subtraction: odds a - (1 - odds^2) phi.
+  // phi of the unlikely class minus phi of the likely one. As a -> 0 both tend to log 2, so the code computes odds a -
+  // (1 - odds^2) phi instead of subtracting them.
   const Real odds_a = odds == Real(0) ? Real(0) : odds * a;
   const Real difference = odds_a + exponential_minus_one(Real(-2) * a) * phi;
   const Real other_phi = odds_a + odds * odds * phi;
@@ -79,7 +80,7 @@ struct BinaryMapGrad {
 template <typename Real>
 FK_HOST_DEVICE BinaryMapGrad<Real> binary_map_grad(Real x, double gamma, Real w, bool log_odds_output) {
   const BinaryMap<Real> map = binary_map(x, gamma);
-  // The slope of the sigmoid, p (1 - p), from the side on which 1 - p does not cancel.
+  // The derivative of the sigmoid, p (1 - p), with the smaller of p and 1 - p computed without cancellation.
   const Real odds = exponential(map.log_odds < Real(0) ? map.log_odds : -map.log_odds);
   const Real slope = odds / ((Real(1) + odds) * (Real(1) + odds));
   const Real w_log_odds = log_odds_output ? w : w * slope;

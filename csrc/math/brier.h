@@ -50,7 +50,7 @@ struct BrierFormula {
   static FK_HOST_DEVICE ClassTerms<Real> class_terms(Real log_p, Real log_u, Real /*gamma*/, Real /*epsilon*/,
                                                      bool /*detached*/, Real share) {
     const Real p = exponential(log_p);
-    // Where p and t may both be near 1, p - t is (1 - t) - u.
+    // Where p and t may both be near 1, p - t is computed as (1 - t) - u.
     const Real difference = p > Real(0.5) ? (Real(1) - share) - exponential(log_u) : p - share;
     return {difference * difference, Real(-2) * p * difference, Real(-2) * difference, Real(0)};
   }

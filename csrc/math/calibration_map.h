@@ -3,19 +3,21 @@
 //   q = softmax(z / T),  u = 1 - q,  phi = -q log q / u,  G(q) = u^gamma (1 + gamma phi)
 //   p_j = (q_j / G(q_j)) / sum_k (q_k / G(q_k))                    gamma > -1
 //
-// A negative gamma is plugged into the formula as it is: this is not the sign rule of the inverse focal loss.
+// A negative gamma is inserted into this formula unchanged: the inverse focal loss does not apply here.
 //
-// The computation of a row. Let t be its largest class (any one of equals), m2 the largest of the other inputs, and
+// The computation of a row. Let t be its largest class (any one of them if several are equal), m2 the largest of the
+// other inputs, and
 //   y_k = (z_k - m2) / T,  e_k = exp(y_k) for k != t,   S = sum_{k != t} e_k,   M = (m2 - z_t) / T
 // The per-row numbers follow from S and M (MapRow). Then, for each k != t,
 //   log_ratio = log(p_k / p_t)   (map_log_ratio; map_ratio without the logarithm, map_class with the derivatives)
 // and with P = sum_{k != t} exp(log_ratio):   log p_t = -log1p(P),   log p_k = log_ratio - log1p(P).
-// No difference of large numbers occurs: a row may saturate completely and keeps its digits in log space, and the
-// largest class never forms 1 - q_t.
+// No difference of large numbers occurs, so a fully saturated row keeps its digits in log space, and the code never
+// computes 1 - q_t for the largest class.
 //
-// Order. Equal inputs have equal results to the bit, and a larger input never has a smaller result:
-//   - y_k is rounded to a grid (map_exponent) whose step changes log_ratio by more than the functions below err;
-//   - log_ratio = (y_k - log G(q_k)) + a constant of the row, so that rounding of the sum cannot change the order;
+// Order. Equal inputs give bitwise equal results, and a larger input never gives a smaller result:
+//   - y_k is rounded to a grid (map_exponent); one step of it changes log_ratio by more than the error of the functions
+//     below;
+//   - log_ratio = (y_k - log G(q_k)) + a constant of the row, so rounding the sum cannot change the order;
 //   - log_ratio is at most 0, and 0 for every class that ties with t (in_order).
 #pragma once
 
@@ -23,7 +25,8 @@
 
 namespace focalkern {
 
-// Larger differences of inputs than this, after division by T, are clamped: exp is 0 long before, in float and double.
+// Differences of inputs beyond this, after division by T, are clamped; exp is 0 at far smaller ones, in float and
+// double.
 template <typename Real>
 FK_HOST_DEVICE Real largest_finite() {
   return sizeof(Real) == sizeof(float) ? Real(3.402823466e38) : Real(1.7976931348623157e308);
@@ -35,8 +38,8 @@ FK_HOST_DEVICE bool map_parameters_valid(double gamma, double temperature) {
          temperature <= largest_finite<double>();
 }
 
-// 1/T. A tiny T must not make it infinite in float: classes that tie for the top must keep the difference 0. A huge T
-// must not make it 0: a logit of -inf would become NaN.
+// 1/T, clamped. For a tiny T it must stay finite in float, so that classes tied for the largest keep the difference 0.
+// For a huge T it must stay above 0, because 0 times a logit of -inf is NaN.
 template <typename Real>
 FK_HOST_DEVICE Real inverse_temperature(double temperature) {
   const double beta = 1.0 / temperature;
@@ -45,8 +48,8 @@ FK_HOST_DEVICE Real inverse_temperature(double temperature) {
   return static_cast<Real>(beta > bound ? bound : beta < lowest ? lowest : beta);
 }
 
-// x rounded to a multiple of `step` units of its last place, a power of two. Functions with a smaller error keep the
-// order of such numbers.
+// x rounded to a multiple of `step` units in its last place; step is a power of two. A function whose error is below a
+// step keeps the order of such numbers.
 template <typename Real>
 FK_HOST_DEVICE Real rounded_to(Real x, typename detail::Format<Real>::Int step) {
   using Bits = std::make_unsigned_t<typename detail::Format<Real>::Int>;
@@ -54,7 +57,7 @@ FK_HOST_DEVICE Real rounded_to(Real x, typename detail::Format<Real>::Int step) 
   return bit_cast<Real>(static_cast<Bits>((bit_cast<Bits>(x) + (units >> 1)) & (Bits(0) - units)));
 }
 
-// A probability as a logit. Denormal probabilities count: they are scaled up before the logarithm.
+// The logarithm of a probability. Denormal probabilities count: they are scaled up before the logarithm.
 template <typename Real>
 FK_HOST_DEVICE Real logit_of_probability(Real p) {
   constexpr bool kFloat = sizeof(Real) == sizeof(float);
@@ -64,7 +67,7 @@ FK_HOST_DEVICE Real logit_of_probability(Real p) {
   return logarithm(rounded_to(scaled, 4)) - (denormal ? Real(44.361419555836498) : Real(0));
 }
 
-// 1 - phi in terms of u = 1 - q: sum_{k >= 1} u^k / (k (k + 1)), for u <= 1/8.
+// 1 - phi as a function of u = 1 - q: sum_{k >= 1} u^k / (k (k + 1)), for u <= 1/8.
 template <typename Real>
 FK_HOST_DEVICE Real one_minus_phi_series(Real u) {
   constexpr int kTerms = sizeof(Real) == sizeof(float) ? 8 : 17;
@@ -78,9 +81,9 @@ FK_HOST_DEVICE Real one_minus_phi_series(Real u) {
   return sum * u;
 }
 
-// y = (x - shift) * scale <= 0. In the forward direction y lies on a grid: where y > -4 the sum is rounded to 4 units
-// in the last place of 1; smaller y are as far apart anyway. On the device the step is larger, as the error of the
-// quick functions is. dL/dT is a sum of differences that are not rounded.
+// y = (x - shift) * scale <= 0. In the forward direction y lies on a grid of 4 units in the last place of 1 where y >
+// -4; below, neighbouring floating-point numbers are at least as far apart. On the device the step is larger, because
+// the quick functions have larger errors. For dL/dT the differences are not rounded.
 template <bool on_grid, typename Real>
 FK_HOST_DEVICE Real map_exponent(Real x, Real shift, Real scale) {
   constexpr Real kGrid = quick_unit<Real>() == Real(1) ? 8 : 16;
@@ -88,17 +91,17 @@ FK_HOST_DEVICE Real map_exponent(Real x, Real shift, Real scale) {
   return multiply_add(x - shift, scale, kGrid) - kGrid;
 }
 
-// The numbers of a row that each of its classes needs. Logarithms are to the base of quick_power.
+// The numbers of a row that the computation of each class needs. Logarithms are to the base of quick_power.
 template <typename Real>
 struct MapTerms {
-  Real gamma;         // factor for such a logarithm
+  Real gamma;         // gamma, as a factor of such a logarithm
   Real power;         // gamma - 1
   Real q_scale;       // q_k = e_k * q_scale
   Real log_q_offset;  // log q_k = y_k + log_q_offset
   Real ratio_offset;  // log(p_k / p_t) = y_k + ratio_offset - log G(q_k)
   Real power_offset;  // p_k / p_t = e_k base^(power_offset - log G(q_k)) ratio_scale
   Real ratio_scale;
-  Real tie;  // classes with y_k of at least this tie with the largest class; 0 if others exist, else 1
+  Real tie;  // classes with y_k >= tie are equal to the largest class; 0 if another class is possible, else 1
 };
 
 // The numbers that are computed once per row.
@@ -106,7 +109,7 @@ template <typename Real>
 struct MapRow {
   MapTerms<Real> terms;
 
-  // For the derivatives.
+  // Needed by the derivatives:
   Real q_top;
   Real u_top;
   Real inverse_rest;      // 1 / S: e_k / S = q_k / u_t is accurate even when both vanish
@@ -114,7 +117,7 @@ struct MapRow {
   Real grad_gamma_top;    // da_t/dgamma
 };
 
-// The numbers of a row that all gammas share.
+// The numbers of a row that do not depend on gamma.
 template <typename Real>
 struct MapSoftmax {
   Real gap;            // M
@@ -127,7 +130,7 @@ struct MapSoftmax {
   Real log_q_offset;   // log q_k = y_k + log_q_offset
 };
 
-// `rest` = S, at least 1 (two or more possible classes); `gap` = M <= 0.
+// `rest` = S, at least 1 (two or more classes have a probability above 0); `gap` = M <= 0.
 template <typename Real>
 FK_HOST_DEVICE MapSoftmax<Real> map_softmax(Real gap, Real rest) {
   MapSoftmax<Real> row;
@@ -153,8 +156,8 @@ struct MapOffset {
   Real denominator;  // 1 + gamma phi_t
 };
 
-// gamma -> -1: 1 + gamma phi_t = (1 + gamma) - gamma (1 - phi_t) is small, and so is each of its terms. If gamma were
-// rounded to float first, 1 + gamma would lose half of its digits.
+// 1 + gamma phi_t = (1 + gamma) - gamma (1 - phi_t). As gamma -> -1 both terms are small. Rounding gamma to float
+// before the addition would lose half of the digits of 1 + gamma.
 template <typename Real>
 struct MapGamma {  // passed by value: gcc does not vectorize a loop over rows with a reference
   Real gamma;
@@ -168,13 +171,13 @@ FK_HOST_DEVICE MapGamma<Real> map_gamma(double gamma) {
 template <typename Real>
 FK_HOST_DEVICE MapOffset<Real> map_offset(const MapSoftmax<Real>& row, MapGamma<Real> of) {
   // a_k - a_t = (y_k + M) + gamma log u_t + log(1 + gamma phi_t) - log G(q_k), with log u_t = M + log S - log1p(odds).
-  // An explicit factor M keeps (1 + gamma) M accurate as gamma -> -1.
+  // Collecting the terms in M gives (1 + gamma) M, which stays accurate as gamma -> -1.
   return {of.gamma, of.one_plus * row.gap + of.gamma * (row.log_rest - row.minus_log_q),
           of.one_plus - of.gamma * row.one_minus_phi};
 }
 
-// The part of ratio_offset that map_ratio applies as a factor. The power takes the rest; it is then at most about 1 +
-// gamma.
+// The part of ratio_offset that map_ratio applies as a factor. The exponent of the power takes the rest; the power is
+// then at most about 1 + gamma.
 template <typename Real>
 FK_HOST_DEVICE Real lowest_scale(Real gamma) {
   constexpr bool kFloat = sizeof(Real) == sizeof(float);
@@ -218,7 +221,7 @@ struct MapClass {
 
 namespace detail {
 
-// -log(1 - q) / q times `unit` for 0 <= q <= 1/2; before rounding the relative error is 4e-9 (float) and 8e-18
+// -log(1 - q) / q times `unit`, for 0 <= q <= 1/2; before rounding the relative error is 4e-9 (float) and 8e-18
 // (double).
 FK_HOST_DEVICE float minus_log_complement_over_q(float q, float unit) {
   float p = 1.73361195f * unit;
@@ -274,7 +277,7 @@ FK_HOST_DEVICE Real quick_log_complement(Real q, [[maybe_unused]] Real u) {
   return -q * detail::minus_log_complement_over_q(q, quick_unit<Real>());
 }
 
-// -q log q, which is 0 at q = 0; the product is NaN there, and is not selected.
+// -q log q, 0 at q = 0, where the product is NaN and the selection discards it.
 template <typename Real>
 FK_HOST_DEVICE Real minus_q_log_q(Real q, Real log_q) {
 #if defined(__CUDA_ARCH__)
@@ -284,20 +287,20 @@ FK_HOST_DEVICE Real minus_q_log_q(Real q, Real log_q) {
 #endif
 }
 
-// Clamps a ratio, or its logarithm, so that rounding never makes it exceed the ratio of the largest class, or differ
-// among ties.
+// Clamps a ratio, or its logarithm, so that rounding never makes it exceed that of the largest class, and classes that
+// tie with the largest get its value.
 template <typename Real>
 FK_HOST_DEVICE Real in_order(Real ratio, Real y, Real of_largest, const MapTerms<Real>& row) {
   const Real bounded = ratio < of_largest ? ratio : of_largest;
   return y < row.tie ? bounded : of_largest;
 }
 
-// With s = -q log q and v = u + gamma s, that is 1 + gamma phi = v / u:
+// With s = -q log q and v = u + gamma s, so that 1 + gamma phi = v / u:
 //   log G = (gamma - 1) log u + log v
 //   h = 1 + gamma (q v - s + q u) / (u v),   c = -log u - s / v
-// so that the derivatives take one division and the logarithm none. All results are defined at probability zero (y =
-// -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0. All logarithms, and y, are to the base of quick_power. v
-// is above 0.15, and log v is a term of log p_k < -log 2.
+// The derivatives need one division, and log G none. All results are defined at probability zero (y = -inf, e = 0):
+// log_ratio = -inf, slope = 1, grad_gamma = 0. y and all logarithms are to the base of quick_power. An absolute
+// error of log v suffices: v is above 0.15, and log v is a term of log p_k < -log 2.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
   const Real q = rounded_product(e, row.q_scale);
@@ -307,9 +310,9 @@ FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
   return in_order(a + row.ratio_offset, y, Real(0), row);
 }
 
-// The ratio of map_log_ratio without its logarithm: e_k base^... / v. Most of the row's constant multiplies the power,
-// because adding it to the exponent would round away differences of q. Nothing overflows: without this factor the power
-// is p_k v / (p_t e_k), which exceeds 1 + gamma at most slightly.
+// The ratio of map_log_ratio without its logarithm: e_k base^... / v. Most of the row's constant is a factor of the
+// power: added to the exponent, it would round away differences of q. Nothing overflows: without that factor the power
+// is p_k v / (p_t e_k), at most slightly above 1 + gamma.
 template <typename Real>
 FK_HOST_DEVICE Real map_ratio(Real y, Real e, const MapTerms<Real>& row) {
   const Real q = rounded_product(e, row.q_scale);
@@ -319,7 +322,7 @@ FK_HOST_DEVICE Real map_ratio(Real y, Real e, const MapTerms<Real>& row) {
   return in_order(quick_quotient(e * power, v) * row.ratio_scale, y, Real(1), row);
 }
 
-// `finite`: no y is -inf; a very low y takes its place.
+// `finite`: the caller has replaced every y of -inf by a very low number.
 template <bool narrow = false, bool finite = false, typename Real>
 FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, const MapTerms<Real>& row) {
   [[maybe_unused]] constexpr Real kUnit = quick_unit<Real>();
@@ -347,8 +350,8 @@ FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, const MapTerms<Real>& ro
   return c;
 }
 
-// map_log_ratio with one logarithm for two quotients, from the numbers that all gammas of a row share; natural
-// logarithms.
+// map_log_ratio from the numbers that all gammas of a row share. One logarithm serves both quotients; logarithms are
+// natural.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio_of_q(Real y, Real q, Real log_q_offset, const MapOffset<Real>& row) {
   const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);

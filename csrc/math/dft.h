@@ -1,15 +1,16 @@
-// The loss of dynamic fine-tuning of one class: the log-probability with a power of the probability as its weight.
+// The loss of dynamic fine-tuning of one class: cross-entropy weighted by a power of the probability.
 //
 //   L = -p^gamma log p      dL/dz_j = c (p_j - [j = y]),  c = p^gamma (1 + gamma log p),  detached c = p^gamma
 //
-// gamma is at least 0; below, everything is NaN. At p = 0 the loss is 0, and infinite for gamma = 0.
+// gamma must be at least 0; otherwise every result is NaN. At p = 0 the loss is 0, but infinite for gamma = 0.
 #pragma once
 
 #include "math/row_loss.h"
 
 namespace focalkern {
 
-// p^gamma for each kind of gamma, 0 at p = 0 unless gamma is 0: from p for a whole gamma, otherwise from -log p.
+// p^gamma for each kind of gamma, 0 at p = 0 unless gamma is 0. A whole gamma takes powers of p, any other gamma the
+// exponential of gamma log p.
 template <typename Real, int kGamma, typename Reals>
 FK_HOST_DEVICE Reals power_of(const WholeGamma<Real, kGamma>& /*gamma*/, const Reals& p, const Reals& /*minus_log_p*/) {
   if constexpr (kGamma == 0) return Reals{} + Real(1);
@@ -43,7 +44,7 @@ struct DftFormula : SumOverClasses<DftFormula> {
   template <typename Real, typename Pull>
   static FK_HOST_DEVICE FocalTerms<Real> of_factor(const Real& factor, const Real& minus_log_p, const Pull& pull) {
     using Number = number_t<Real>;
-    // A factor of 0 makes the loss 0 even for an infinite -log p. An infinite loss has no gradient.
+    // Where the factor is 0 the loss is 0, even if -log p is infinite. An infinite loss has gradient 0.
     const auto vanishes = factor == Real{};
     const auto infinite = minus_log_p == std::numeric_limits<Number>::infinity() + Real{};
     const Real finite = (vanishes | infinite) ? Real{} : minus_log_p;

@@ -1,11 +1,11 @@
-// Dual focal loss of one row: the factor also depends on the strongest rival of the target class.
+// Dual focal loss of one row: the factor also depends on the class ranked next below the target.
 //
 //   r = the first of the largest classes strictly below the target y,  m = 1 - p_y + p_r,  e = p_r / p_y
 //   L = -m^gamma log p_y
 //   dL/dz_j = (c_y - c_r) p_j - c_y [j = y] + c_r [j = r]
 //     c_y = m^gamma (1 + gamma h),  c_r = m^gamma gamma h e,  h = -p_y log p_y / m
 //
-// With u = 1 - p_y and k = p_r / u, both in [0, 1]: m = u (1 + k), h = phi / (1 + k), and nothing cancels as p_y -> 1.
+// With u = 1 - p_y and k = p_r / u, both in [0, 1]: m = u (1 + k), h = phi / (1 + k), and no terms cancel as p_y -> 1.
 #pragma once
 
 #include "math/row_loss.h"
@@ -17,7 +17,7 @@ struct DualFocalFormula {
   static constexpr SpecialClass kSpecialClass = SpecialClass::kRunnerUp;
   static constexpr bool kSquares = false;
   static constexpr bool kHasInverse = false;
-  // With smoothing every class has a share of the target, and needs its own next lower class.
+  // With smoothing every class has a share of the target, and each would need its own next lower class.
   static constexpr SoftTarget kTarget = SoftTarget::kNone;
 
   template <typename Real>

@@ -1,11 +1,11 @@
-// The focal and inverse focal loss of one class, and the function G that ties the loss to the calibration map.
+// The focal and inverse focal loss of one class, and G, which relates the focal loss to the calibration map.
 //
 //   p = probability of the class,  u = 1 - p,  phi = -p log p / u,  psi = -p log p / (1 + p)
 //   gamma >= 0:  L = -u^gamma log p              dL/dz_j = G (p_j - [j = y]),  G = u^gamma (1 + gamma phi)
 //   gamma <  0:  L = -(1 + p)^g log p, g = |gamma|   dL/dz_j = (1 + p)^g (1 - g psi) (p_j - [j = y])
 //
-// The functions take log p and log u rather than p: near p = 1 the difference 1 - p cancels, while the log-sum-exp of
-// the other classes gives both logarithms accurately.
+// The functions take log p and log u, not p: 1 - p cancels near p = 1, while the log-sum-exp of the other classes gives
+// both logarithms accurately.
 #pragma once
 
 #include <type_traits>
@@ -15,8 +15,8 @@
 
 namespace focalkern {
 
-// The type of one lane of a vector (gnu::vector_size); a number is one lane. Formulas for both declare their constants
-// in this type.
+// The type of one lane of a vector (gnu::vector_size); a plain number is its own lane. Formulas for both declare their
+// constants in this type.
 template <typename Real, bool = std::is_floating_point_v<Real>>
 struct NumberOf {
   using type = Real;
@@ -28,7 +28,7 @@ struct NumberOf<Vector, false> {
 template <typename Real>
 using number_t = typename NumberOf<Real>::type;
 
-// Below this u the ratio -p log p / u would divide two vanishing numbers, and its series is exact to rounding.
+// Below this u, -p log p / u divides two vanishing numbers; the series is exact to rounding there.
 template <typename Real>
 FK_HOST_DEVICE Real small_u() {
   return sizeof(Real) == sizeof(float) ? Real(1e-3) : Real(1e-5);
@@ -44,13 +44,14 @@ FK_HOST_DEVICE Real phi_of(Real p, Real log_p, Real u) {
   return p == Real(0) ? Real(0) : value;
 }
 
-// gamma * log u, with the limit 0 for gamma = 0 at u = 0.
+// gamma * log_base, which is 0 for gamma = 0 even where log_base is -inf.
 template <typename Real>
 FK_HOST_DEVICE Real scaled_log(Real gamma, Real log_base) {
   return gamma == Real(0) ? Real(0) : gamma * log_base;
 }
 
-// The gradient in the share of a class: its loss (infinite at p = 0) times its weight; 0 for a weight of 0.
+// The gradient with respect to the target share of a class: its loss (infinite at p = 0) times its weight; 0 for a
+// weight of 0.
 template <typename Real>
 FK_HOST_DEVICE Real weighted_slope(Real weight, Real slope) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
@@ -58,7 +59,7 @@ FK_HOST_DEVICE Real weighted_slope(Real weight, Real slope) {
   return (weight == Real(0)) & infinite ? Real(0) : weight * slope;
 }
 
-// The factor f, the coefficient c and dL/dgamma = df/dgamma log p, which share two exponentials.
+// The factor f, the coefficient c and dL/dgamma = -df/dgamma log p, which share two exponentials.
 template <typename Real>
 struct FocalTerms {
   Real factor;       // f(p): u^gamma, or (1 + p)^|gamma|
@@ -76,22 +77,22 @@ FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) 
   const Real magnitude = inverse ? -gamma : gamma;
   const Real log_base = inverse ? log_one_plus(p) : log_u;
   const Real factor = exponential(scaled_log(magnitude, log_base));
-  // -p log p over u or over 1 + p; the two formulas have opposite signs of d f/dp.
+  // -p log p over u or over 1 + p; the two formulas have opposite signs of df/dp.
   const Real phi = phi_of(p, log_p, u);
   const Real psi = p == Real(0) ? Real(0) : -p * log_p / (Real(1) + p);
   FocalTerms<Real> terms;
   terms.factor = factor;
   terms.coefficient = factor * (inverse ? Real(1) - magnitude * psi : Real(1) + magnitude * phi);
-  // No 0 * inf: at p = 1, a factor of 0 or 1 meets log p = 0; at p = 0, a factor of 1 meets log p = -inf.
+  // 0 * inf does not occur: a factor of 0 or 1 meets log p = 0 at p = 1, and a factor of 1 meets log p = -inf at p = 0.
   terms.loss = -factor * log_p;
-  // -inf * 0 at p = 1 and 0 * -inf at p = 0: the product has the limit 0 at both ends.
+  // The product is -inf * 0 at p = 1 and 0 * -inf at p = 0; its limit is 0 at both ends.
   const Real finite_log_p = p == Real(0) ? Real(0) : log_p;
   const Real slope = finite_log_p == Real(0) ? Real(0) : factor * (log_base * finite_log_p);
   terms.grad_gamma = inverse ? slope : -slope;
   return terms;
 }
 
-// The loss without a gradient. Only the inverse loss needs p; each formula has its own branch.
+// The loss without a gradient. Only the inverse loss needs p, so each formula has its own branch.
 template <typename Real>
 FK_HOST_DEVICE Real focal_loss_alone(Real log_p, Real log_u, Real gamma) {
   if (gamma < Real(0)) return focal_terms(log_p, log_u, gamma).loss;
@@ -100,7 +101,7 @@ FK_HOST_DEVICE Real focal_loss_alone(Real log_p, Real log_u, Real gamma) {
 
 // ---- classes of at most kUnlikely ---------------------------------------------------------------------------------
 //
-// 1 - p does not cancel there, so p and log p suffice. At most one class of a row is above.
+// For these 1 - p does not cancel, so p and log p suffice. At most one class of a row has a larger p.
 
 template <typename Real>
 constexpr Real kUnlikely = Real(0.55);
@@ -144,7 +145,7 @@ struct FactorParts {
   Real log_base;
 };
 
-// The part of gamma in the coefficient: 0 where the factor is detached.
+// gamma in the coefficient of the gradient; 0 where the factor is detached.
 template <typename Real>
 struct SlopeOfGamma {
   static constexpr bool kIsZero = false;
@@ -155,7 +156,7 @@ struct SlopeOfGamma {
       : pull(detached ? Real(0) : gamma), rise(detached ? Real(0) : gamma + Real(1)) {}
 };
 
-// gamma = 0, 1, 2 or 3, without the logarithm, which only dL/dgamma needs.
+// gamma = 0, 1, 2 or 3. log_base is not computed: only dL/dgamma needs it.
 template <typename Real, int kGamma>
 struct WholeGamma : SlopeOfGamma<Real> {
   static constexpr bool kIsZero = kGamma == 0;
@@ -166,7 +167,7 @@ struct WholeGamma : SlopeOfGamma<Real> {
     const Reals u = Real(1) - p;
     if constexpr (kGamma == 2) return {u, u, Reals{}};
     if constexpr (kGamma == 3) return {u, u * u, Reals{}};
-    return {u, Reals{} + Real(1), Reals{}};  // not the factor of gamma = 0: see kIsZero
+    return {u, Reals{} + Real(1), Reals{}};  // 1 is not the value for gamma = 0: see kIsZero
   }
   template <typename Reals>
   FK_HOST_DEVICE Reals signed_like_gamma(const Reals& x) const {
@@ -193,7 +194,7 @@ struct AnyGamma : SlopeOfGamma<Real> {
   FK_HOST_DEVICE Real signed_like_gamma(Real x) const { return sign * x; }
 };
 
-// -log p as a factor of p: finite at p = 0, where the product is 0.
+// -log p, clamped so that its product with p is 0, not NaN, at p = 0.
 template <typename Real>
 FK_HOST_DEVICE Real finite_log(const Real& minus_log_p) {
 #if defined(__CUDA_ARCH__)
@@ -232,9 +233,9 @@ FK_HOST_DEVICE Real log_focal_g(Real phi, Real log_u, Real gamma) {
   return scaled_log(gamma, log_u) + log_one_plus(gamma * phi);
 }
 
-// One step of the look-up of p in a table of bins [lo, hi) whose outer bins are open. Over the bins 1, 2, ... in order,
-// the last one whose lower edge is at most p is taken. Equal edges leave the bins between them empty. Start with the
-// gamma of bin 0.
+// One step of the look-up of p in a table of bins [lo, hi); the first and last bin are unbounded. The caller visits the
+// bins 1, 2, ... in order, starting with the gamma of bin 0; the last bin whose lower edge is at most p is taken. Bins
+// between equal edges are empty.
 template <typename Real>
 FK_HOST_DEVICE Real table_step(Real p, Real lower_edge, Real gamma_of_bin, Real gamma_so_far) {
   return lower_edge <= p ? gamma_of_bin : gamma_so_far;

@@ -1,10 +1,10 @@
-// Sums over the classes other than the largest that serve many gammas of a calibration grid.
+// Sums over the classes other than the largest; one set of them serves many gammas of a calibration grid.
 //
 //   sum_k e_k / G(q_k)        is the only sum that a gamma needs (math/calibration_map.h)
 //
-// For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on [0, 1/2]: a sum of twelve products
-// q^i s^j, whose sums over the classes serve all such gammas. Where q is below 1/200, seven serve every gamma up to 5
-// or so. The coefficients are fitted on the host (math/grid_plan.h).
+// For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on [0, 1/2], approximated by a linear
+// combination of twelve products q^i s^j. The sums of these products over the classes serve all such gammas. For q
+// below 1/200, seven products serve every gamma up to about 5. The host fits the coefficients (math/grid_plan.h).
 #pragma once
 
 #include "math/portable.h"
@@ -12,7 +12,7 @@
 namespace focalkern {
 
 // The terms that are summed over the classes, as functions of q in (0, kMaxQ] and s = -q log q. Both variables are
-// scaled, to [0, 1] and [-1, 1]: in plain powers the terms would cancel in float. The first term is the weight itself.
+// scaled, to [0, 1] and [-1, 1]: unscaled powers would cancel in float. The first term is the weight itself.
 struct WideBasis {
   static constexpr int kTerms = 12;
   static constexpr double kMaxQ = 0.5;

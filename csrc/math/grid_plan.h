@@ -1,5 +1,5 @@
-// The plan of a calibration grid: the kind of sum over the classes that each gamma takes. Host only: made once per grid
-// for both devices.
+// The plan of a calibration grid: which kind of sum over the classes each gamma takes. Host only: the host makes it
+// once per grid, for both devices.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,14 @@
 
 namespace focalkern {
 
-// kMoments: a combination of shared sums (math/grid_moments.h). kReciprocal: one division per class, for a small whole
-// gamma. kExponential: an exponential per class, for any gamma.
+// kMoments: a linear combination of shared sums (math/grid_moments.h). kReciprocal: one division per class, for a small
+// whole gamma. kExponential: one exponential per class, for any gamma.
 enum class Route : int32_t { kMoments, kReciprocal, kExponential };
 
 constexpr int kMaxReciprocals = 2;
 constexpr int kMaxWholeGamma = 8;
-// Above this gamma, 1 / G(q) near q = 1/2 and its square approach the range of a float. Such sums are relative to the
-// runner-up's term; the gamma takes kExponential.
+// Above this gamma, 1 / G(q) and its square approach the range of a float near q = 1/2. kExponential, whose sums are
+// relative to the term of the runner-up, takes such a gamma.
 constexpr double kMaxPlainGamma = 32;
 
 struct GammaPlan {
@@ -35,7 +35,7 @@ constexpr int64_t kMinTailClasses = 64;
 // The largest allowed relative error of rho from a fit: half a unit in the last place of a float.
 constexpr double kMaxFitError = 3e-8;
 
-// Nodes that are dense at both ends of (0, max_q]: the logarithm makes 1 / G steep at 0.
+// Nodes that are dense at both ends of (0, max_q]: near 0, 1 / G is steep because of the logarithm.
 inline std::vector<double> fit_nodes(double max_q, int per_end) {
   std::vector<double> nodes;
   for (int i = 0; i < per_end; ++i) {
@@ -51,8 +51,8 @@ inline double inverse_g(double q, double gamma) {
   return std::exp(-log_focal_g(phi_of(q, std::log(q), 1 - q), log_u, gamma));
 }
 
-// Least squares of sum_i c_i term_i / (1 / G) = 1 by Householder reflections: the basis is far from orthogonal, and
-// normal equations would lose half the digits.
+// Least squares of sum_i c_i term_i / (1 / G) = 1 by Householder reflections. The basis is far from orthogonal; normal
+// equations would lose half of the digits.
 template <typename Basis>
 class MomentFit {
  public:
@@ -116,7 +116,7 @@ struct CalibrationGridPlan {
   bool tail = false;                                   // whether classes with a small q have sums of their own
 };
 
-// `shared`: sums may serve several gammas. The fits reach float accuracy only, and give the sum of p_hat but not of
+// `shared`: whether a sum may serve several gammas. The fits have float accuracy and give the sum of p_hat, not that of
 // p_hat^2, which the Brier score needs.
 inline CalibrationGridPlan calibration_grid_plan(const double* gammas, int64_t n_gammas, int64_t classes, bool shared) {
   CalibrationGridPlan plan;

@@ -6,9 +6,11 @@
 //   da/dgamma      c  = -log u - phi / n
 //   dh/dgamma      hc = (q - psi / n^2) / u
 //   dc/dgamma      cc = (phi / n)^2
-// In beta, log q_k has the derivatives d_k - mu and -V, with d_k = z_k - z_t, mu and V their mean and variance under q.
+// In beta, log q_k has the derivatives d_k - mu and -V, where d_k = z_k - z_t, and mu and V are the mean and variance
+// of d under q.
 // For the largest class, h, h2 and hc grow as 1 / u and 1 / u^2, while d - mu = -u A1 and V = u (A2 - u A1^2) fall as
-// u. A1 and A2 are the means of d and d^2 over the other classes. The code therefore computes only their products.
+// u, where A1 and A2 are the means of d and d^2 over the other classes. The code therefore computes only their
+// products.
 #pragma once
 
 #include "math/calibration_map.h"

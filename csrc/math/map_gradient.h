@@ -1,4 +1,4 @@
-// The gradient of the calibration map: sums over the classes of a row, and what they give.
+// The gradient of the calibration map: its sums over the classes of a row, and the gradients computed from them.
 #pragma once
 
 #include "math/calibration_map.h"
@@ -11,11 +11,11 @@ namespace focalkern {
 //   B = sum h_k s_k,   D = u_t h_t s_t + u_t B
 //   dL/dx_k = h_k s_k - (q_k / u_t) D,   dL/dx_t = u_t h_t s_t - q_t B
 //   dL/dgamma = sum c_k s_k + c_t s_t,   dL/dT = -(1/T) sum dL/dx_k (x_k - x_t)
-// None of these divides by u_t. With probabilities as output, w_j = p_j g_j; with v_k = g_k - g_t and V = sum p_k v_k
-// that is s_k = p_k (v_k - V) and s_t = -p_t V.
+// No division by u_t occurs. If the output is probabilities, w_j = p_j g_j; with v_k = g_k - g_t and V = sum p_k v_k,
+// this gives s_k = p_k (v_k - V) and s_t = -p_t V.
 //
-// One pass over the classes is enough for the sums, before p is normalised: with r_k = exp(log_ratio) = p_k / p_t and
-// m_k = w_k (log output) or r_k v_k, every s_k is  keep * m_k - spread * r_k.
+// One pass over the classes gives the sums, before p is normalised: with r_k = exp(log_ratio) = p_k / p_t and m_k = w_k
+// (log output) or r_k v_k, every s_k is  keep * m_k - spread * r_k.
 template <typename Real>
 struct MapGradSums {
   Real r;   // sum r_k

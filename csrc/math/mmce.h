@@ -1,9 +1,9 @@
-// Cross-entropy of one row, plus g times the cross-entropy of its largest class: the row's part of the MMCE loss.
+// Per-row part of the MMCE loss: cross-entropy of the target, plus g times the cross-entropy of the largest class.
 //
 //   L = -log p_y      dL/dz_j = (p_j - [j = y]) + g (p_j - [j = t])
 //
-// with t the largest class. g is passed as gamma; it is the derivative of the batch's MMCE in the row's confidence
-// (cpu/row_loss/mmce_loss.cpp).
+// t is the largest class. g, passed as gamma, is the derivative of the batch's MMCE with respect to the row's
+// confidence (cpu/row_loss/mmce_loss.cpp).
 #pragma once
 
 #include "math/row_loss.h"

@@ -1,9 +1,9 @@
-// Poly-1 focal loss of one class: the focal loss plus the first term of its expansion in u = 1 - p once more.
+// Poly-1 focal loss of one class: the focal loss plus epsilon times a term in u = 1 - p.
 //
 //   L = u^gamma (-log p + epsilon u)      dL/dz_j = c (p_j - [j = y]),  c = G + epsilon (gamma + 1) u^gamma p
 //
-// gamma is at least 0; below, everything is NaN. At epsilon near -1 the two terms cancel as p -> 1. With
-// a = -log p - u = u^2/2 + u^3/3 + ..., computed as a series where the difference would cancel:
+// gamma must be at least 0; otherwise every result is NaN. For epsilon near -1 the two terms cancel as p -> 1. With a =
+// -log p - u = u^2/2 + u^3/3 + ..., computed as a series where the difference cancels:
 //
 //   L = u^gamma (a + (1 + epsilon) u)     c = u^gamma (u + gamma p a / u + (1 + epsilon) (gamma + 1) p)
 #pragma once
@@ -52,7 +52,7 @@ struct PolyFocalFormula : SumOverClasses<PolyFocalFormula> {
     return terms;
   }
 
-  // Uses -log p itself: it does not cancel against epsilon u.
+  // -log p does not cancel against epsilon u here, so it is used directly.
   template <typename Gamma, typename Real>
   static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const Real& minus_log_p, const Gamma& gamma,
                                                   number_t<Real> epsilon) {

@@ -1,7 +1,7 @@
-// Elementary functions that mean the same on the host and on the device.
+// Elementary functions with the same meaning on the host and on the device.
 //
-// On the host every function is branch-free straight-line code, so that a loop around it vectorizes at whatever width
-// the compiler is given. On the device the CUDA math library is used: it is as accurate and faster there.
+// On the host every function is straight-line code without branches, so that a loop around it vectorizes at the width
+// that the compiler is given. The device uses the CUDA math library, which is as accurate and faster there.
 // Accuracy, float and double alike: 2 units in the last place or better over the stated domain.
 #pragma once
 
@@ -28,8 +28,8 @@ struct Format<float> {
   static constexpr float kLog2e = 1.44269504088896341f;
   static constexpr float kLn2Hi = 0x1.62e4p-1f;  // short enough that n * kLn2Hi is exact for every exponent n
   static constexpr float kLn2Lo = 0x1.7f7d1cp-20f;
-  static constexpr float kExpMin = -86.9f;       // below this the result is 0; denormal results begin a little lower
-  static constexpr float kExpMax = 88.7228390f;  // above: infinity
+  static constexpr float kExpMin = -86.9f;  // below this the result is 0; denormal results would begin slightly lower
+  static constexpr float kExpMax = 88.7228390f;  // above this the result is infinity
 };
 template <>
 struct Format<double> {
@@ -87,7 +87,7 @@ FK_HOST_DEVICE double log_tail(double w) {
 template <typename Real>
 FK_HOST_DEVICE Real power_of_two(typename Format<Real>::Int n) {
   using F = Format<Real>;
-  // any other n gives any number, but the behaviour must be defined
+  // other n may give any number, but the behaviour must be defined
   using Bits = std::make_unsigned_t<typename F::Int>;
   return bit_cast<Real>(static_cast<Bits>((static_cast<Bits>(n) + Bits(F::kBias)) << F::kMantissaBits));
 }
@@ -124,10 +124,11 @@ FK_HOST_DEVICE Real exponential(Real x) {
   return exp(x);
 #else
   using F = detail::Format<Real>;
-  // Outside the bounds the arithmetic gives any number, which is not selected. A clamp would cost one more selection.
+  // Outside the bounds the arithmetic gives any number, which the selection discards. A clamp would cost one more
+  // selection.
   const auto reduced = detail::reduce_exponent(x);
   const Real mantissa = detail::exp_of_reduced(reduced.r);
-  // In two factors: 2^n alone would overflow a little before e^x does.
+  // Two factors, because 2^n alone overflows slightly before e^x does.
   Real result = (mantissa + mantissa) * detail::power_of_two<Real>(reduced.n - 1);
   result = x < F::kExpMin ? Real(0) : result;
   return x > F::kExpMax ? std::numeric_limits<Real>::infinity() : result;
@@ -142,7 +143,7 @@ FK_HOST_DEVICE Real bounded_exponential(Real x) {
 #else
   using F = detail::Format<Real>;
   using Bits = std::make_unsigned_t<typename F::Int>;
-  // As reduce_exponent, but the low bits hold n plus the bias of 2^n: a shift makes 2^n of them.
+  // As in reduce_exponent, but the low bits hold n plus the bias of the exponent of 2^n; a shift makes 2^n of them.
   const Real shifted = x * F::kLog2e + F::kRoundToBiased;
   const Real n = shifted - F::kRoundToBiased;
   const Real r = (x - n * F::kLn2Hi) - n * F::kLn2Lo;
@@ -188,7 +189,7 @@ FK_HOST_DEVICE Real log_of_normal(Real x, Real correction) {
   const Real s = f / (Real(2) + f);
   const Real w = s * s;
   const Real half_square = Real(0.5) * f * f;
-  // f is exact, and the other terms are small compared with it.
+  // f is exact; the other terms are small compared with it.
   const Real tail = s * (half_square + w * log_tail(w)) + (n * F::kLn2Lo + correction);
   return n * F::kLn2Hi + (f - (half_square - tail));
 }
@@ -228,14 +229,14 @@ FK_HOST_DEVICE Real log_one_plus(Real x) {
   return log1p(x);
 #else
   const Real sum = Real(1) + x;
-  // The larger of the two terms is subtracted first, so that both differences are exact.
+  // Subtracting the larger term first makes both differences exact.
   return detail::log_of_rounded(sum, x < Real(1) ? x - (sum - Real(1)) : Real(1) - (sum - x));
 #endif
 }
 
 #if !defined(__CUDA_ARCH__)
-// log(large + small) for |large| >= |small|, corrected for the rounding of the sum: log in some lanes and log1p in
-// others. Denormal sums are not allowed.
+// log(large + small) for |large| >= |small|, corrected for the rounding of the sum. With small = 0 this is log, with
+// large = 1 log1p; one vector may mix the two. Denormal sums are not allowed.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_sum(Real large, Real small) {
   const Real sum = large + small;
@@ -244,9 +245,10 @@ FK_HOST_DEVICE Real log_of_sum(Real large, Real small) {
 #endif
 
 // ---- in fewer instructions, for float on the device -----------------------------------------------------------------
-// Elsewhere these are the exact functions.
+// Everywhere else these are the exact functions.
 
-// e^x with a relative error of |x| 2^-24 + 2^-22. If x is a rounded difference times 1/T, rounding x causes no less.
+// e^x with a relative error of |x| 2^-24 + 2^-22. If x is a rounded difference times 1/T, rounding x causes an error at
+// least as large.
 template <typename Real>
 FK_HOST_DEVICE Real quick_exponential(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -259,8 +261,8 @@ FK_HOST_DEVICE Real quick_exponential(Real x) {
   return exponential(x);
 }
 
-// The base whose powers take one instruction, 2 in float on the device and e elsewhere: logarithms to it are
-// quick_unit() times the natural ones.
+// The base whose powers take one instruction: 2 for float on the device, e elsewhere. Logarithms to this base are
+// quick_unit() times natural ones.
 template <typename Real>
 FK_HOST_DEVICE constexpr Real quick_unit() {
 #if defined(__CUDA_ARCH__)
@@ -269,7 +271,7 @@ FK_HOST_DEVICE constexpr Real quick_unit() {
   return Real(1);
 }
 
-// base^x to a relative |x| 2^-24 + 2^-22.
+// base^x with a relative error of |x| 2^-24 + 2^-22.
 template <typename Real>
 FK_HOST_DEVICE Real quick_power(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -282,8 +284,8 @@ FK_HOST_DEVICE Real quick_power(Real x) {
   return exponential(x);
 }
 
-// The logarithm of a positive normal number to that base: to 2^-22 in absolute terms between 1/2 and 2, to a relative
-// 2^-22 beyond.
+// The logarithm of a positive normal number to that base. Its error is at most 2^-22 for numbers between 1/2 and 2, and
+// at most 2^-22 relative elsewhere.
 template <typename Real>
 FK_HOST_DEVICE Real quick_logarithm(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -327,7 +329,7 @@ FK_HOST_DEVICE Real logarithm_of_normal(Real x) {
 #endif
 }
 
-// log(1 + x) for a finite x of at least 0; the caller passes 1 / (1 + x).
+// log(1 + x) for a finite x >= 0; the caller passes 1 / (1 + x).
 template <typename Real>
 FK_HOST_DEVICE Real log_one_plus(Real x, Real inverse) {
 #if defined(__CUDA_ARCH__)
@@ -340,8 +342,8 @@ FK_HOST_DEVICE Real log_one_plus(Real x, Real inverse) {
   return log_one_plus(x);
 }
 
-// On the device the compiler may join a product and the sum after it into one instruction, in one copy of a loop's body
-// and not in the next: equal numbers would then have unequal results. These two say which it is.
+// The device compiler may fuse a product and the following sum in one copy of a loop's body and not in another; equal
+// numbers would then have unequal results. multiply_add always fuses them on the device, rounded_product never.
 template <typename Real>
 FK_HOST_DEVICE Real multiply_add(Real a, Real b, Real c) {  // a b + c
 #if defined(__CUDA_ARCH__)

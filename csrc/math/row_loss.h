@@ -7,15 +7,15 @@
 //   kSpecialClass      a class other than the target whose gradient is not that of the rest
 //   kSquares           the sum of squares is needed too
 //   kHasInverse        a negative gamma has a formula of its own
-//   kTarget            what the loss takes besides labels without smoothing
+//   kTarget            the targets that the loss accepts besides labels without smoothing
 //   loss(row)          of one row, from RowNumbers
 //   grad(row)          its gradient, as RowGrad
-//   class_terms(...)   for class probabilities and label smoothing: what one class adds
+//   class_terms(...)   for class probabilities and label smoothing: the terms that one class adds
 //   unlikely_terms     the same in fewer operations for a class of at most kUnlikely
 //   kHasGamma          whether gamma matters
 //
-// Everything is branch-free, so that loops over rows run in vectors; the logarithms of p and of 1 - p are both known,
-// so that no formula needs 1 - p.
+// Everything is branch-free, so that loops over rows vectorize. Both log p and log(1 - p) are given, so that no formula
+// computes 1 - p.
 #pragma once
 
 #include "math/focal.h"
@@ -25,13 +25,13 @@ namespace focalkern {
 
 enum class SpecialClass {
   kNone,
-  kRunnerUp,  // the first of the largest logits below the target's
-  kLargest,   // the first of the largest logits
+  kRunnerUp,  // the first class with the largest logit below the target's
+  kLargest,   // the first class with the largest logit
 };
 
 enum class SoftTarget {
   kNone,     // labels without smoothing only
-  kClasses,  // each class of the target has the weight of its class
+  kClasses,  // each class of the target has its own class weight
   kRows,     // a row has one weight: that of its label, or the mean over its class probabilities
 };
 
@@ -40,8 +40,8 @@ template <typename Real>
 struct RowNumbers {
   Real log_s;    // log sum_k e^(z_k - m)
   Real log_p;    // log p_y
-  Real log_u;    // log(1 - p_y); undefined if the largest class is left out
-  Real squares;  // sum of p_k^2 over the classes that are not left out
+  Real log_u;    // log(1 - p_y); undefined if the sums exclude the largest class
+  Real squares;  // sum of p_k^2 over the classes that the sums include
   Real gap;      // logit of the special class minus that of the target, -inf if there is none
   bool target_is_special;
   Real gamma;
@@ -68,7 +68,7 @@ struct ClassTerms {
   Real grad_gamma;
 };
 
-// Losses -sum_k t_k l(p_k): everything follows from the function l and its derivatives, `Loss::terms`.
+// Losses -sum_k t_k l(p_k): `Loss::terms` gives l and its derivatives, from which everything follows.
 template <typename Loss>
 struct SumOverClasses {
   static constexpr bool kSumExcludesTop = false;

@@ -7,7 +7,7 @@
 //             matchability  s = t^gamma, w = 1
 //             IA-BCE        s = max(p^alpha t^(1 - alpha), floor), w = 1; s is detached
 //
-// p^gamma may be detached, too: only -log(1 - p) is then differentiated.
+// p^gamma may be detached; then only -log(1 - p) is differentiated.
 #pragma once
 
 #include "math/sigmoid_loss.h"
@@ -36,8 +36,8 @@ struct ScoredTerms {
     const Real minus_log_q = (z.positive ? z.size : Real(0)) + z.log1p_e;
     const Real log_t = kHard ? Real(0) : logarithm(is_matched ? t : Real(1));
 
-    // Matchability needs t^gamma for a match and p^gamma for the background: one evaluation per element computes
-    // either.
+    // Matchability needs t^gamma for a match and p^gamma for the background; one evaluation per element computes
+    // whichever applies.
     const bool of_score = is_matchability && is_matched;
     const Real power = with.gamma(of_score ? t : p, of_score ? log_t : log_p);
     const Real factor = is_ia ? power : with.positive * power;
@@ -45,7 +45,7 @@ struct ScoredTerms {
     const Real background = factor * minus_log_q;
     const Real background_slope = factor * (p + attached * with.gamma.exponent * (q * minus_log_q));
 
-    // rest = 1 - s by expm1, which avoids cancellation for s near 1.
+    // rest = 1 - s, by expm1, which avoids cancellation for s near 1.
     Real s = t, rest = Real(1) - t, weight = Real(1);
     if (is_ia) {
       const Real log_s = share_of(with.positive, log_p) + (Real(1) - with.positive) * log_t;
@@ -76,7 +76,7 @@ struct ScoredTerms {
   }
 };
 
-// The loss is a template argument here, and a parameter of the kernel in ScoredElement.
+// Here the loss is a template argument; in ScoredElement it is a parameter of the kernel.
 template <ScoredLoss kind>
 struct KnownScoredElement {
   template <bool kHard, typename Real, typename Power>

@@ -1,19 +1,19 @@
-// The losses of one logit: sigmoid focal, asymmetric and quality focal loss, for a target t in [0, 1]. Those with a
-// background apart are in scored_loss.h.
+// The losses of one logit: sigmoid focal, asymmetric and quality focal loss, for a target t in [0, 1]. scored_loss.h
+// has the losses that treat the background separately.
 //
 //   p = sigmoid(x),  b = -(t log p + (1 - t) log(1 - p))
 //   focal       a u^gamma b,  u = t (1 - p) + (1 - t) p,  a = positive t + negative (1 - t)
 //   quality     |t - p|^gamma b
 //   asymmetric  t (1 - p)^gamma_positive (-log p) + (1 - t) v^gamma (-log(1 - v)),  v = max(p - margin, 0)
 //
-// All of it comes from e = exp(-|x|), which neither overflows nor cancels: the larger of p and 1 - p is r = 1 / (1 +
-// e), the smaller one e r, and their logarithms are -log(1 + e) and -log(1 + e) - |x|. With A the share of the target
-// on the side that the logit speaks against (1 - t for x > 0, t otherwise) and B = 1 - A:
+// Everything follows from e = exp(-|x|), which neither overflows nor cancels. The larger of p and 1 - p is r = 1 / (1 +
+// e), the smaller e r; their logarithms are -log(1 + e) and -log(1 + e) - |x|. Let A be the share of the target that
+// contradicts the sign of the logit (1 - t for x > 0, t otherwise) and B = 1 - A:
 //
 //   u = r (A + B e),  b = A |x| + log(1 + e),  p - t = +-(A - e r)
 //
-// A hard target needs less: one exponential instead of two, or a division less (kHard; without the slopes in target and
-// gamma, which only the general formulas have).
+// A hard target saves an exponential or a division (kHard). Only the general formulas have the derivatives in target
+// and gamma.
 #pragma once
 
 #include "math/portable.h"
@@ -55,17 +55,17 @@ struct FocalElement {
   }
 
 #if !defined(__CUDA_ARCH__)
-  // The hard focal loss for the host's loops, in as few instructions as possible: the loss of s times `weight`, and its
-  // slope in s.
+  // The hard focal loss for the host's loops, in as few instructions as possible: the loss at s times `weight`, and its
+  // derivative in s.
   template <typename Real, typename Power>
   static FK_HOST_DEVICE LossAndSlope<Real> against_zero(Real s, Real weight, const Power& gamma) {
     const LogitPieces<Real> z = logit_pieces<false>(s);
-    const bool positive = !(s < Real(0));  // NaN fails this, so that one comparison covers both
+    const bool positive = !(s < Real(0));  // NaN fails the comparison and counts as positive
     const Real u = z.r * (positive ? Real(1) : z.e), p = z.r * (positive ? z.e : Real(1));
     const Real log_u = (positive ? Real(0) : s) - z.log1p_e;
     const Real b = (positive ? s : Real(0)) + z.log1p_e;
     const Real factor = weight * gamma(u, log_u);
-    // Beyond this p is practically 0, but its product with the largest logits would not be.
+    // Beyond this, p is negligible, but its product with the largest logits would not be.
     constexpr Real kMost = Real(1e4);
     return {factor * b, factor * (u + gamma.exponent * p * (b > kMost ? kMost : b))};
   }
@@ -93,7 +93,7 @@ struct FocalElement {
     const Real e_over_v = agrees ? Real(1) : z.e / v;
     const Real distance = against - z.e * z.r;
     const Real tilt = against - in_favour;
-    // b e / v first: e is 0 for a very large |x|, and gamma b may be infinite.
+    // b e / v comes first: e is 0 for a very large |x|, and gamma b may be infinite.
     terms.slope = z.sign * factor * (distance + with.gamma.exponent * z.r * tilt * (b * e_over_v));
     // du/dt = 1 - 2 p, db/dt = -x; b / v is log(1 + e) / e where v = e.
     const Real b_over_v = agrees ? (z.e == Real(0) ? Real(1) : z.log1p_e / z.e) : b / v;
@@ -159,7 +159,7 @@ struct AsymmetricElement {
     const Real positive_factor = with.gamma_positive(q, -minus_log_q);
     const Real positive_loss = positive_factor * minus_log_p;
     const Real positive_slope = -positive_factor * (q + with.gamma_positive.exponent * (p * minus_log_p));
-    // 1 - t: v^gamma (-log(1 - v)), where 1 - v = q + margin. Without a margin it is the mirror image of the other.
+    // 1 - t: v^gamma (-log(1 - v)), where 1 - v = q + margin. Without a margin it mirrors the term of t.
     const Real v = p - with.constant;
     const bool counts = v > (shifted ? Real(0) : Real(-1));
     const Real rest = q + with.constant;  // 1 - v
@@ -175,7 +175,7 @@ struct AsymmetricElement {
     const Real inner =
         with.gamma.exponent * (q * w) * (shifted ? p_over_v : Real(1)) + p * (shifted ? q_over_rest : Real(1));
 #else
-    // The slope in one division.
+    // The derivative, with one division.
     const Real of_power = with.gamma.exponent * (q * w);
     const Real quotient = (of_power * rest + q * v) * p / (v * rest);
     const Real inner = shifted ? quotient : of_power + p;
@@ -187,13 +187,13 @@ struct AsymmetricElement {
       const bool is_positive = t > Real(0);
       terms.loss = is_positive ? positive_loss : negative_loss;
       terms.slope = is_positive ? positive_slope : negative_slope;
-      terms.slope_gamma = Real(0);  // of the general formula
+      terms.slope_gamma = Real(0);  // only the general formula computes it, as the next two
       terms.slope_positive = Real(0);
       terms.slope_target = Real(0);
       return terms;
     }
     const Real share_of_rest = Real(1) - t;
-    // A side with a share of 0 adds 0, even if it is infinite.
+    // A side with a share of 0 adds 0, even if its loss is infinite.
     terms.loss = share_of(t, positive_loss) + share_of(share_of_rest, negative_loss);
     terms.slope = share_of(t, positive_slope) + share_of(share_of_rest, negative_slope);
     terms.slope_target = (positive_loss - negative_loss) + (t - t);
@@ -202,8 +202,8 @@ struct AsymmetricElement {
     return terms;
   }
 
-  // log(1 - v) = log(q + margin) for a margin above 0: from v where v is small, from q and the margin where v is near
-  // 1. NaN becomes any number.
+  // log(1 - v) = log(q + margin) for a margin above 0: computed from v where v is small, and from q and the margin
+  // where v is near 1. For NaN the result is any number.
   template <typename Real>
   static FK_HOST_DEVICE Real log_of_complement(Real v, Real q, Real margin) {
     const bool near_zero = v < Real(0.5);

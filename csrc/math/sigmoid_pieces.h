@@ -1,4 +1,4 @@
-// Parts of the losses of one logit (sigmoid_loss.h): powers, logarithms and exponentials of the logit, its terms.
+// Parts of the losses of one logit (sigmoid_loss.h): powers, logarithms, exponentials, and the terms of a logit.
 #pragma once
 
 #include "math/portable.h"
@@ -82,7 +82,7 @@ FK_HOST_DEVICE float reciprocal_of_sum(float y) {
 #endif
 }
 
-// e^-x for x >= 0; 0 below the smallest normal number, also in products with a very large x.
+// e^-x for x >= 0. A result below the smallest normal number is 0, so that its product with a very large x is 0, too.
 template <typename Real>
 FK_HOST_DEVICE Real exponential_of_minus(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -95,10 +95,11 @@ FK_HOST_DEVICE Real exponential_of_minus(Real x) {
 #endif
 }
 
-// e^-x in fewer operations; NaN becomes any number, so the caller must handle it. Where the result would be denormal,
-// it is about the smallest normal number: negligible in any sum, and cheaper than 0. The bits of non-negative numbers
-// have their order, and 2^n is added to the bits of the exponent. Relative error in float: 2^-23 plus x 2^-26, because
-// the fraction of -x / ln 2 is the remainder of a fused product (x 2^-24 without such an instruction).
+// e^-x in fewer operations. For NaN the result is any number, so the caller must handle NaN. Where the exact result is
+// denormal, the result is about the smallest normal number, which is negligible in any sum; returning 0 would cost
+// more. Bits of non-negative numbers have the order of the numbers, so the clamp compares integers; 2^n is added to the
+// exponent bits. Relative error in float: 2^-23 plus x 2^-26, because the fraction of -x / ln 2 is the remainder of a
+// fused product (x 2^-24 without such an instruction).
 template <typename Real>
 FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -128,8 +129,8 @@ FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
 }
 
 #if !defined(__CUDA_ARCH__)
-// log(large + small) for |large| >= |small| and a normal sum. The rounding error of the sum is added to the fraction,
-// which for a sum near 1 is all of it. NaN becomes any number.
+// log(large + small) for |large| >= |small| and a normal sum. The rounding error of the sum is added to the fraction;
+// for a sum near 1 it is the whole fraction. For NaN the result is any number.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_normal_sum(Real large, Real small) {
   using F = detail::Format<Real>;
@@ -160,7 +161,7 @@ struct LogitPieces {
   bool positive;  // x > 0
 };
 
-// Without kNaN, the results e, r and log1p_e for a NaN are any numbers.
+// Without kNaN, a NaN gives any numbers as e, r and log1p_e.
 template <bool kNaN = true, typename Real>
 FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
   LogitPieces<Real> z;
@@ -173,7 +174,7 @@ FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
   return z;
 }
 
-// Loss and derivatives of one element, from one exponential. The compiler removes those that are not used.
+// Loss and derivatives of one element, from one exponential. The compiler removes the unused ones.
 template <typename Real>
 struct SigmoidTerms {
   Real loss;
@@ -187,8 +188,8 @@ struct SigmoidTerms {
 enum class ScoredLoss : int { kVarifocal, kMatchability, kIaBce };
 
 // The parameters of an element. Focal: `positive` and `negative` are the weights of t and 1 - t (alpha and 1 - alpha).
-// Asymmetric: the second power. `constant` is the margin there, the floor of IA-BCE, and for the other scored losses 1
-// if p^gamma is a constant for the gradient.
+// Asymmetric: `positive` is gamma_positive. `constant` is the margin of the asymmetric loss and the floor of IA-BCE;
+// for the other scored losses it is 1 if p^gamma is detached.
 template <typename Real, typename Power>
 struct SigmoidParameters {
   const Power& gamma;
@@ -212,7 +213,7 @@ FK_HOST_DEVICE Real share_of(Real share, Real value) {
   return share == Real(0) ? Real(0) : share * value;
 }
 
-// x log y, with 0 * -inf = 0: the derivative of y^gamma x in gamma.
+// x log y, with 0 * -inf = 0: the factor of y^gamma in the derivative of y^gamma x with respect to gamma.
 template <typename Real>
 FK_HOST_DEVICE Real times_log(Real x, Real log_y) {
   return x == Real(0) ? Real(0) : x * log_y;

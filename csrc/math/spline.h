@@ -1,4 +1,4 @@
-// The map of spline scaling: log-probabilities of a floored softmax, their log-odds, a natural cubic spline of these.
+// The map of spline scaling: a natural cubic spline of the log-odds of a floored softmax.
 //
 //   q = softmax(z / T),   P = (1 - e) q + e / C,   x = log P,   u = x - log(1 - P)
 //   score = (1 + a) x + f(u)   + v_j x + b_j (vector), or + a given number (matrix)
@@ -7,15 +7,15 @@
 // 0 < e < 1, so that x and u are finite for every input. With t the largest class, d = (z - z_t) / T and
 // E = exp(d), the sum of E over the classes but t is S; q = E / (1 + S), and 1 - P_t comes from S without cancellation.
 //
-// f is a polynomial of third degree on each of the m + 1 pieces into which m knots cut the line: with o the origin of
-// the piece, f(u) = c0 + c1 s + c2 s^2 + c3 s^3, s = u - o. Beyond the first and the last knot c2 = c3 = 0.
+// f is a cubic polynomial on each of the m + 1 pieces into which m knots divide the line: f(u) = c0 + c1 s + c2 s^2 +
+// c3 s^3, s = u - o, where o is the origin of the piece. Beyond the first and the last knot c2 = c3 = 0.
 #pragma once
 
 #include "math/portable.h"
 
 namespace focalkern {
 
-// Above this P a class takes 1 - P from the sum of the others. No two classes of a row are above.
+// Above this P the code computes 1 - P from the sum over the other classes. At most one class of a row is above.
 template <typename Real>
 constexpr Real kSplineLarge = Real(0.75);
 
@@ -28,7 +28,7 @@ struct SplineRow {
   Real log_complement;  // its logarithm
 };
 
-// `rest`: S, which includes the classes that tie with the largest one, but not that one.
+// `rest`: S, which includes the classes that tie with the largest one, but not the largest one itself.
 template <typename Real>
 FK_HOST_DEVICE SplineRow<Real> spline_row(Real rest, Real e, Real classes) {
   SplineRow<Real> row;
@@ -40,23 +40,23 @@ FK_HOST_DEVICE SplineRow<Real> spline_row(Real rest, Real e, Real classes) {
   return row;
 }
 
-// d = (z - z_t) / T. In steps of 2^-31, where `grid` is kSplineGrid: a difference of d then outweighs the rounding of
-// all that follows, and the order of the classes is kept to the bit. With kSplineFineGrid the steps are 2^-46 or less:
-// a difference outweighs only the rounding of the exponential. Grid 0: not rounded.
+// d = (z - z_t) / T, rounded to steps. With kSplineGrid the step is 2^-31: one step of d then outweighs all later
+// rounding errors, so that the order of the classes is kept exactly. With kSplineFineGrid the step is at most 2^-46,
+// which outweighs only the rounding of the exponential. Grid 0: no rounding.
 constexpr double kSplineGrid = 0x1.8p21, kSplineFineGrid = 0x1.8p6;
 template <typename Real>
 FK_HOST_DEVICE Real spline_exponent(Real z, Real top, Real beta, Real grid) {
   return ((z - top) * beta + grid) - grid;
 }
 
-// A difference of two scores, `in_order` on the fine grid.
+// A difference of two scores, rounded to the fine grid if `in_order`.
 template <bool in_order, typename Real>
 FK_HOST_DEVICE Real spline_difference(Real difference) {
   if constexpr (!in_order) return difference;
   return (difference + Real(kSplineFineGrid)) - Real(kSplineFineGrid);
 }
 
-// P, rounded to the bits in the mask `kept`. Without the last 22 bits the order is kept to the bit, as above.
+// P, reduced to the bits in the mask `kept`. Dropping the last 22 bits keeps the order exactly, as above.
 template <typename Real>
 FK_HOST_DEVICE Real spline_probability(Real e, const SplineRow<Real>& row, uint64_t kept) {
   const Real probability = e * row.scale + row.floor;
@@ -92,14 +92,15 @@ FK_HOST_DEVICE Real spline_slope(Real c1, Real c2, Real c3, Real s) {
   return c1 + s * (Real(2) * c2 + s * (Real(3) * c3));
 }
 
-// dL/dx of a class, u a function of x: `of_score` = dL/dscore, `factor` = dscore/dx at a fixed u, `slope` = f'(u).
+// dL/dx of a class, where u is a function of x: `of_score` = dL/dscore, `factor` = dscore/dx at fixed u, `slope` =
+// f'(u).
 // du/dx = 1 + P / (1 - P) = 1 / (1 - P).
 template <typename Real>
 FK_HOST_DEVICE Real spline_grad_x(Real of_score, Real factor, Real slope, Real complement) {
   return of_score * (factor + slope / complement);
 }
 
-// dL/dlog q and the class's part of dL/de, from dL/dx. share = 1 / C, inverse = 1 / (1 + S).
+// dL/dlog q, and the class's part of dL/de, from dL/dx. share = 1 / C, inverse = 1 / (1 + S).
 template <typename Real>
 FK_HOST_DEVICE Real spline_grad_log_q(Real of_x, Real e, Real probability, const SplineRow<Real>& row) {
   return of_x * (e * row.scale / probability);
@@ -109,8 +110,8 @@ FK_HOST_DEVICE Real spline_grad_floor(Real of_x, Real e, Real probability, Real 
   return of_x / probability * (share - e * inverse);
 }
 
-// dL/dd of a class, from dL/dlog q of it, of the class above kSplineLarge (0 if there is none) and of the rest
-// together. complement = S / (1 + S). A class with E = 0 has no gradient.
+// dL/dd of a class, from dL/dlog q of this class, of the class above kSplineLarge (0 if there is none), and of all
+// other classes together. complement = S / (1 + S). A class with E = 0 has no gradient.
 template <typename Real>
 FK_HOST_DEVICE Real spline_grad_exponent(Real of_log_q, Real e, Real inverse, bool large, Real of_large, Real of_rest,
                                          Real complement) {
@@ -122,9 +123,9 @@ FK_HOST_DEVICE Real spline_grad_exponent(Real of_log_q, Real e, Real inverse, bo
 // Differences z - z_t are clamped at minus this bound, so that products with them are finite.
 constexpr double kSplineLowestFall = 0x1p500;
 
-// -log((1 - e) q + e / C) of the target, and its slope in 1 / T. fall: z - z_t of the target; sum and with_fall: those
-// of exp(fall / T) and of fall exp(fall / T) over the classes. e may be 0: the loss of a q that underflows is then
-// still a number.
+// -log((1 - e) q + e / C) of the target, and its derivative in 1 / T. fall = z - z_t of the target; sum and with_fall
+// are the sums over the classes of exp(fall / T) and of fall exp(fall / T). e may be 0: the loss is then finite even if
+// q underflows.
 template <typename Real>
 struct SplineTemperatureLoss {
   Real value, slope;

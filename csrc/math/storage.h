@@ -1,4 +1,4 @@
-// Storage types that mean the same on the host and on the device, and the macro of functions for both.
+// Storage types for the host and the device, and the macro that declares functions for both.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ FK_HOST_DEVICE float load_as_compute(Half x) {
 #if defined(__CUDA_ARCH__)
   return __half2float(__ushort_as_half(x.bits));
 #else
-  // Puts the fraction into a float with a small exponent; one multiplication by 0x1p112f = 2^(127 - 15) corrects the
-  // exponent, also for denormal numbers of half.
+  // Puts the fraction into a float with a small exponent. Multiplying by 0x1p112f = 2^(127 - 15) corrects the exponent,
+  // also for denormal halves.
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const float rebiased = bit_cast<float>(magnitude) * 0x1p112f;
@@ -94,11 +94,11 @@ struct Store<Half> {
     const uint32_t bits = bit_cast<uint32_t>(x);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
-    // Normal results: corrects the exponent and rounds to nearest even in integers. A carry goes into the exponent and,
-    // past the largest half, gives infinity. Larger numbers become infinity, too.
+    // Normal results: corrects the exponent and rounds to nearest even in integers. A carry reaches the exponent; past
+    // the largest half it gives infinity, as do larger numbers.
     const uint32_t rebiased = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
     const uint32_t normal = rebiased < 0x7c00u ? rebiased : 0x7c00u;
-    // Denormal results: adding 0.5 makes the float adder round at half's smallest step, 2^-24.
+    // Denormal results: after adding 0.5 the float adder rounds at half's smallest step, 2^-24.
     const uint32_t denormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
     const uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
     return Half{static_cast<uint16_t>((x != x ? 0x7e00u : finite) | sign)};
@@ -106,7 +106,7 @@ struct Store<Half> {
   }
 };
 
-// The tolerance of the sum of a row of probabilities: 1e-3, plus the rounding error of entries stored in a narrow type.
+// The tolerance for the sum of a row of probabilities: 1e-3, plus the rounding error of entries in a narrow type.
 template <typename Scalar>
 FK_HOST_DEVICE double probability_sum_tolerance() {
   return 1e-3;

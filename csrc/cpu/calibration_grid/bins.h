@@ -27,13 +27,13 @@ struct KeyType<double> {
 template <typename Real>
 using KeyOf = typename KeyType<Real>::type;
 
-// A key that orders confidences as integers, with a spacing like that of their logits: the exponent of c below 1/2,
-// that of 1 - c (which is exact) above. With equally spaced keys most samples would share one bucket, because networks
-// are sure of most answers.
+// A key that orders confidences as integers, spaced like their logits: by the exponent of c below 1/2, and by that of 1
+// - c (which is exact) above. With equally spaced keys one bucket would hold most samples, because most confidences of
+// a network are near 1.
 template <typename Real>
 FK_HOST_DEVICE KeyOf<Real> confidence_key(Real c) {
   using Key = KeyOf<Real>;
-  // c = 1 comes one octave above its neighbour.
+  // The key of c = 1 lies one octave above that of the next lower confidence.
   constexpr Real kLeast = std::numeric_limits<Real>::epsilon() / 4;
   const Real u = Real(1) - c;
   const Key above = 2 * bit_cast<Key>(Real(0.5)) - bit_cast<Key>(u < kLeast ? kLeast : u);
@@ -52,9 +52,9 @@ FK_VECTOR_CLONES void key_range(const Real* __restrict confidence, int64_t rows,
   *most = high;
 }
 
-// Types for confidence - correct of one sample and for its sum. For float they are integers in units of 2^-30, because
-// integer sums are fast, exact and independent of the order. Confidences above 1/64 are exact multiples of the unit;
-// smaller ones are rounded by at most half a unit.
+// Types for confidence - correct of one sample and for its sum. For float they are integers in units of 2^-30: integer
+// sums are fast, exact and independent of the order. Confidences above 1/64 are exact multiples of the unit; rounding
+// changes smaller ones by at most half a unit.
 template <typename Real>
 struct Excess;
 template <>
@@ -97,7 +97,7 @@ template <typename Real>
 class OrderedConfidences {
  public:
   explicit OrderedConfidences(int64_t rows) : rows_(rows), bucket_of_(rows), next_(rows), excess_(rows) {
-    // The number of buckets: few samples per bucket, but the counts stay in the core's caches.
+    // The number of buckets gives few samples per bucket, and counts that fit the core's caches.
     int64_t buckets = 64;
     while (buckets < 4096 && buckets * 4 < rows) buckets *= 2;
     buckets_.resize(buckets);
@@ -124,7 +124,7 @@ class OrderedConfidences {
     rewind();
   }
 
-  // The cursor passes over the buckets once, so calls must have ascending ranks.
+  // The cursor visits the buckets once, so calls must have ascending ranks.
   void rewind() {
     cursor_ = 0;
     rank_ = 0;
@@ -137,7 +137,7 @@ class OrderedConfidences {
     advance_to_rank(count);
     if (rank_ == count) return Excess<Real>::value(below_);
     open();
-    // Edges in the same bucket continue where the last one stopped.
+    // A later edge in the same bucket continues where the previous one stopped.
     for (; summed_ < count - rank_; ++summed_) partial_ += excess_[row_of(sorted_[summed_])];
     return Excess<Real>::value(below_ + partial_);
   }
@@ -190,7 +190,7 @@ class OrderedConfidences {
     size_t i = sorted_.size();
     int32_t row = static_cast<int32_t>(buckets_[cursor_].count_and_last);
     for (; row >= 0; row = next_[row]) sorted_[--i] = sort_key(confidence_[row], row);
-    // Rows ascend, so the bucket of a saturated cell, all of equal confidence, is sorted already.
+    // Rows ascend, so a bucket of equal confidences (a saturated cell) is sorted already.
     if (!std::is_sorted(sorted_.begin(), sorted_.end())) std::sort(sorted_.begin(), sorted_.end());
   }
 
@@ -199,7 +199,7 @@ class OrderedConfidences {
   KeyOf<Real> base_ = 0;
   int shift_ = 0;
   int64_t used_ = 0;
-  // The buckets before the cursor hold `rank_` samples with the sum `below_`.
+  // The buckets before the cursor hold `rank_` samples, whose sum is `below_`.
   int64_t cursor_ = 0, rank_ = 0, opened_ = -1;
   Sum below_ = 0;
   // The opened bucket, sorted, and the sum of its first samples.
@@ -211,7 +211,7 @@ class OrderedConfidences {
   std::vector<SortKey> sorted_;
 };
 
-// Independent copies of the bins: neighbouring samples mostly share a bin, and their additions would wait for each
+// Independent copies of the bins: neighbouring samples mostly share a bin, so additions to one copy would wait for each
 // other.
 constexpr int kCopies = 4;
 template <typename Real>
@@ -245,7 +245,7 @@ void equal_mass_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bi
 
 template <typename Real>
 void equal_mass_interp_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bins, BinSums* bins) {
-  // Three passes, because with fewer samples than bins an edge may need a lower rank than the edge before it.
+  // Three passes, because with fewer samples than bins an edge may need a lower rank than the previous edge.
   std::vector<Real> edges(n_bins + 1), upper(n_bins + 1);
   for (int64_t edge = 0; edge <= n_bins; ++edge) {
     edges[edge] = order.confidence_at(equal_mass_interp_rank(edge, rows, n_bins).rank);

@@ -84,12 +84,12 @@ FK_VECTOR_CLONES void tail_sums(const Real* __restrict d, int64_t n, const Real*
   }
 }
 
-// Moves the classes that have a larger q at some temperature to the front of d and e, and returns their number. This
-// set changes little from one group of temperatures to the next.
+// Moves the classes with q above TailBasis::kMaxQ at some temperature to the front of d and e, and returns their
+// number. This set changes little from one group of temperatures to the next.
 template <typename Real>
 int64_t split_classes(int64_t n, Real* __restrict d, Lanes<Real>* __restrict e, const SoftmaxPieces<Real>& pieces,
                       const Lanes<Real>& inverse_temperature) {
-  // e_k grows with T.
+  // e_k grows with T, so the highest temperature decides.
   int hottest = 0;
   Real scale = 0;
   for (int t = 0; t < kLanes; ++t) {
@@ -109,7 +109,7 @@ int64_t split_classes(int64_t n, Real* __restrict d, Lanes<Real>* __restrict e, 
   return head;
 }
 
-// The sums for rho at any gamma, and those of the squares for the Brier score.
+// The sums for rho at any gamma, and the sums of squares for the Brier score.
 template <typename Real>
 FK_VECTOR_CLONES void exact_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
                                  const Real* __restrict e, const SoftmaxPieces<Real>& pieces,
@@ -117,7 +117,7 @@ FK_VECTOR_CLONES void exact_sums(const Real* __restrict d, int64_t n, const Real
                                  Lanes<Real>* __restrict sums /* [n_gammas] */,
                                  Lanes<Real>* __restrict square_sums /* [n_gammas] */) {
   for (int64_t g = 0; g < n_gammas; ++g) sums[g] = square_sums[g] = {};
-  // A run of classes at a time, so that its logarithms serve all gammas.
+  // The logarithms of a run of classes serve all gammas.
   Lanes<Real> log_u[kRun], phi[kRun], log_u_second;
 #pragma omp simd
   for (int t = 0; t < kLanes; ++t) log_u_second[t] = log_one_plus(-pieces.scale[t]);

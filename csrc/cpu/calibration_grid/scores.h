@@ -13,7 +13,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// The label's class, if it is not t: the quantities of a_y.
+// The class of the label, if it is not t: the parts of a_y.
 template <typename Real>
 struct LabelPieces {
   Lanes<Real> minus_x;  // -x_y
@@ -38,7 +38,8 @@ FK_VECTOR_CLONES void label_pieces(Real d_label, const Real* __restrict inverse_
 
 // The NLL of kSamples samples, as a product with one logarithm for all of them. With R as above,
 //   nll = log(1 + R) + [y != t] (-x_y + gamma (log u_y - log u_t) + log((1 + gamma phi_y) / (1 + gamma phi_t)))
-// A double holds a product of kSamples factors up to 2^60. Where 1 + R would drop the digits of R, a sum accumulates R.
+// A double holds a product of kSamples factors up to 2^60. Where 1 + R would round away digits of R, a sum accumulates
+// R.
 struct NllOfGroup {
   Lanes<double> product;
   Lanes<double> small;
@@ -58,7 +59,7 @@ template <typename Real>
 FK_HOST_DEVICE Real denominator_ratio(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
                                       Gamma<Real> gamma, int t) {
   const Real ratio = (Real(1) + gamma.value * label.phi[t]) / top_denominator(gamma, pieces.psi[t]);
-  // Only gammas above 2^60 fall below this; then the other terms make this one negligible.
+  // Only gammas above 2^60 give less; the other terms of the NLL then dominate.
   return ratio < Real(0x1p-60) ? Real(0x1p-60) : ratio;
 }
 template <typename Real>
@@ -78,7 +79,7 @@ FK_VECTOR_CLONES void nll_of_group(const NllOfGroup& nll, const LinearNllOfGroup
   }
 }
 
-// The sums of one gamma.
+// The numbers of one gamma.
 template <typename Real>
 struct CellPlan {
   Gamma<Real> gamma;
@@ -142,7 +143,8 @@ FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const Labe
   }
 }
 
-// sum_k (p_k - [k = y])^2 with p_k = confidence * e^(a_k - a_t); the sum of squares of the others is known.
+// sum_k (p_k - [k = y])^2 with p_k = confidence * e^(a_k - a_t); the sums over the classes give the squares of all but
+// t.
 template <typename Real>
 FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>* label,
                                 const CellPlan<Real>& plan, const Real* __restrict odds,

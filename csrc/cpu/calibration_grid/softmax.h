@@ -14,13 +14,13 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int kLanes = 16;    // temperatures that are computed together
+constexpr int kLanes = 16;    // temperatures per vector
 constexpr int kRun = 64;      // classes per partial sum: one long float sum would lose digits
 constexpr int kSamples = 16;  // samples whose confidences are written together: a cache line of floats
 constexpr int kMoments = WideBasis::kTerms;
 constexpr int kTailMoments = TailBasis::kTerms;
 
-// Gaps and 1 / T are clamped to this. Then 0 * x is 0 for a class of probability 0, and products stay finite or
+// Gaps and 1 / T are clamped to this bound. Then 0 * x is 0 for a class of probability 0, and products stay finite or
 // overflow with the right sign.
 template <typename Real>
 constexpr Real kFar = sizeof(Real) == sizeof(float) ? Real(1e30) : Real(1e300);
@@ -50,7 +50,7 @@ struct SoftmaxPieces {
   Lanes<Real> psi;          // 1 - phi_t
 };
 
-// gamma with its rounding error: near -1, 1 + gamma and 1 + gamma phi cancel.
+// gamma and, rounded separately, 1 + gamma: near -1, 1 + gamma and 1 + gamma phi cancel.
 template <typename Real>
 struct Gamma {
   Real value;
@@ -58,7 +58,8 @@ struct Gamma {
 };
 template <typename Real>
 Gamma<Real> rounded_gamma(double gamma) {
-  // A larger gamma already gives the top class all probability, and its square, which divides sums, would overflow.
+  // With a larger gamma the top class still has all probability, but the square of gamma, which divides sums, would
+  // overflow.
   gamma = std::min(gamma, sizeof(Real) == sizeof(float) ? 1e15 : 1e150);
   return {static_cast<Real>(gamma), static_cast<Real>(gamma + 1)};
 }

@@ -17,8 +17,8 @@
 namespace focalkern::cpu {
 namespace {
 
-// The upstream gradient of each class; 0 at the largest class (stored apart), at padding and at classes of probability
-// zero.
+// The upstream gradient of each class; 0 at the largest class (stored separately), at padding and at classes of
+// probability zero.
 template <typename In, typename Real>
 FK_HOST_DEVICE void read_gradient(const Tile<Real>& tile, int64_t classes, const In* grad_output) {
   constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
@@ -49,7 +49,7 @@ FK_HOST_DEVICE void read_gradient(const Tile<Real>& tile, int64_t classes, const
 
 template <typename Real>
 FK_VECTOR_CLONES void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
-  // m_k = w_k or r_k v_k, without a branch in the loop.
+  // m_k = w_k or r_k v_k; the loop has no branch.
   const Real bias = log_output ? Real(1) : Real(0), factor = Real(1) - bias;
   TileRows<Real>& row = *tile.row;
   for (int64_t i = 0; i < tile.n_rows; ++i) {
@@ -221,7 +221,7 @@ FK_HOST_DEVICE void write_gradient(const CalibrationMapBackward<Scalar>& args, i
     if (args.input_is_probs) {
       const Scalar* p = args.input + index * classes;
       for (int64_t c = 0; c < classes; ++c) {
-        // At p = 0 the map leaves the class out, so its gradient is undefined; 0 is returned.
+        // At p = 0 the map excludes the class, so the gradient is undefined; the code returns 0.
         const Real p_c = load_as_compute(p[c]);
         const Real grad_p = p_c == Real(0) ? Real(0) : g[c * tile.class_stride] * beta / p_c;
         grad[c] = Store<Scalar>::from_compute(grad_p);

@@ -14,13 +14,13 @@ namespace {
 
 constexpr int64_t kBinaryBlock = 64;
 
-// A block of elements with their parameters in arrays, so that the loop has neither branches nor gathers.
+// A block of elements with their parameters in arrays: the loop then has neither branches nor gathers.
 template <typename Real>
 struct BinaryBlock {
   alignas(64) double gamma[kBinaryBlock];
   alignas(64) Real beta[kBinaryBlock];
   alignas(64) Real x[kBinaryBlock];  // s / T
-  alignas(64) Real w[kBinaryBlock];  // upstream gradient, then that of the log-odds
+  alignas(64) Real w[kBinaryBlock];  // upstream gradient, then gradient of the log-odds
   alignas(64) Real result[kBinaryBlock];
   alignas(64) Real grad_gamma[kBinaryBlock];
   alignas(64) Real grad_beta[kBinaryBlock];

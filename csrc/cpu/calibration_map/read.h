@@ -138,7 +138,7 @@ FK_HOST_DEVICE void read_tile(const CalibrationMapArgs<Scalar>& args, int64_t ro
     for (int64_t i = 0; i < size; ++i) tile.x[i] = logit_of_probability(tile.x[i]);
   }
   tile.column ? find_top_two_in_columns(tile) : find_top_two_in_rows(tile);
-  // `next_x` is -inf where only one class is possible or all others are NaN; any number then serves as its shift.
+  // `next_x` is -inf if only one class is possible or all others are NaN; the shift may then be any number.
   const Real lowest_gap = -largest_finite<Real>() / Real(16);
 #pragma omp simd
   for (int64_t r = 0; r < kMaxTileRows; ++r) {
@@ -147,7 +147,7 @@ FK_HOST_DEVICE void read_tile(const CalibrationMapArgs<Scalar>& args, int64_t ro
     row.gap[r] = gap < lowest_gap ? lowest_gap : gap;
   }
   for (int64_t r = 0; r < tile.n_rows; ++r) {
-    // Also false for NaN. A NaN in another class makes the sum of exponentials NaN.
+    // NaN fails the comparison, too. A NaN in another class makes the sum of exponentials NaN.
     if (!(row.top_x[r] > -kInfinity && row.top_x[r] < kInfinity)) row.valid[r] = false;
   }
 }

@@ -68,7 +68,7 @@ FK_VECTOR_CLONES void finish_rows(const Tile<Real>& tile) {
   const int64_t rows = round_up(tile.n_rows);
 #pragma omp simd
   for (int64_t r = 0; r < rows; ++r) {
-    // Only one class is possible: every e is 0, and any S gives p_t = 1.
+    // Only one class is possible: every e is 0, and p_t is 1 for any S.
     const Real rest = row.rest[r] > Real(0) ? row.rest[r] : Real(1);
     const MapRow<Real> m = map_row(row.gap[r], rest, map_gamma<Real>(row.gamma[r]));
     row.gamma_real[r] = m.terms.gamma;

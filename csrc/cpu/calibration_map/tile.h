@@ -14,9 +14,9 @@ namespace {
 
 constexpr int64_t kMaxTileRows = 64;
 constexpr int64_t kLanes = 16;             // rows of scratch memory are padded to whole groups of this many
-constexpr int64_t kFewClasses = 32;        // up to here the rows of a tile are adjacent (column layout)
-constexpr int64_t kTileElements = 8192;    // size of a scratch array, so that all of them fit the second-level cache
-constexpr int64_t kSumBlock = 256;         // terms per partial sum in Real; the sum of these is in double
+constexpr int64_t kFewClasses = 32;        // up to this many, the rows of a tile are adjacent (column layout)
+constexpr int64_t kTileElements = 8192;    // elements of a scratch array, so that all arrays fit the second-level cache
+constexpr int64_t kSumBlock = 256;         // terms per partial sum in Real; partial sums are added in double
 constexpr int64_t kChunkElements = 32768;  // inputs per unit of parallel work
 
 int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
@@ -27,13 +27,13 @@ struct TileRows {
   double gamma[kMaxTileRows];
   Real beta[kMaxTileRows];    // 1 / T
   Real top_x[kMaxTileRows];   // largest input, as a logit
-  Real next_x[kMaxTileRows];  // largest of the others
+  Real next_x[kMaxTileRows];  // largest input of the other classes
   Real rest[kMaxTileRows];    // S
   Real gap[kMaxTileRows];     // M
   bool valid[kMaxTileRows];
   int64_t top[kMaxTileRows];  // class of the largest input
 
-  // MapRow, field by field
+  // MapRow, field by field, so that loops over rows vectorize
   Real gamma_real[kMaxTileRows], q_scale[kMaxTileRows], log_q_offset[kMaxTileRows], ratio_offset[kMaxTileRows];
   Real power_offset[kMaxTileRows], ratio_scale[kMaxTileRows], tie[kMaxTileRows];
   Real q_top[kMaxTileRows], u_top[kMaxTileRows], inverse_rest[kMaxTileRows], scaled_slope_top[kMaxTileRows];
@@ -68,7 +68,7 @@ struct Tile {
   int64_t row_stride;
   int64_t class_stride;
   bool column;
-  Real* x;  // inputs as logits; y from pass 2 on; -inf at the largest class, which is stored apart, and at padding
+  Real* x;  // logits; from pass 2 on y; -inf at the largest class, which is stored separately, and at padding
   Real* e;  // exp(y); later log(p_k / p_t), or its exponential
   Real* g;  // backward: upstream gradient, later h m
   Real* h;  // backward: h r

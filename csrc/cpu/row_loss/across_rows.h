@@ -1,7 +1,7 @@
 // Sums and gradient of a tile of adjacent rows.
 //
-// The loop takes one vector of rows at a time, whose sums stay in registers from class to class. If the last vector is
-// not full, it starts earlier and overlaps its neighbour. Fewer rows than one vector are computed one by one.
+// The loop processes one vector of rows at a time; the sums stay in registers from class to class. If the last vector
+// is not full, it starts earlier and overlaps the previous one. Fewer rows than one vector are processed one by one.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// Classes per partial sum: the rounding errors of a longer run of equal terms all have one sign.
+// Classes per partial sum: in a longer run of equal terms, all rounding errors would have the same sign.
 constexpr int64_t kColumnPart = 64;
 
 template <typename Loss, int64_t n, bool kTransposed, typename Scalar>
@@ -50,7 +50,7 @@ FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t
   sums.store(tile, row);
 }
 
-// kTransposed: the tile is a transposed copy of rows, and all of it is in the cache.
+// kTransposed: the tile is a transposed copy of rows and fits the cache, so no prefetch is needed.
 template <typename Loss, bool kTransposed>
 struct SumsOfColumns {
   template <int64_t bytes, typename Scalar>

@@ -1,4 +1,4 @@
-// One vector of rows on its way through the classes: the sums and the gradient at one class.
+// One vector of rows: the step of the sums and of the gradient at one class.
 #pragma once
 
 #include <limits>
@@ -10,7 +10,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// A sum with the rounding error of its additions (Kahan).
+// A compensated sum (Kahan): `excess` is the rounding error of the additions.
 template <typename Reals>
 struct CompensatedSum {
   Reals sum{}, excess{};
@@ -22,7 +22,7 @@ struct CompensatedSum {
   }
 };
 
-// Two passes over the classes in order: first look() at each, then add() each.
+// Two passes over the classes in order: the first calls look() for each, the second add().
 template <typename Loss, typename Real, int64_t n>
 struct SumsOfLanes {
   using Int = label_int<Real>;
@@ -40,7 +40,7 @@ struct SumsOfLanes {
         max(-std::numeric_limits<Real>::infinity() - Reals{}),
         rival(max) {}
 
-  // A class may be looked at twice.
+  // look() may visit a class twice.
   FK_HOST_DEVICE void look(const Reals& v, [[maybe_unused]] Int c) {
     if constexpr (Loss::kSpecialClass == SpecialClass::kLargest) marked = v > max ? Ints{} + c : marked;
     if constexpr (kRunnerUp) target_logit = label == c ? v : target_logit;
@@ -52,7 +52,7 @@ struct SumsOfLanes {
     const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
     const auto is_other = label != this_class;
     const auto counts = Loss::kSumExcludesTop ? marked != this_class : is_other;
-    if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
+    if constexpr (sizeof(Reals) == 64) {  // AVX-512 has masked additions
       const Reals product = e.mantissa * e.scale;
       rest = counts ? rest + product : rest;
       if constexpr (Loss::kSquares) squares = counts ? squares + product * product : squares;
@@ -62,7 +62,7 @@ struct SumsOfLanes {
       if constexpr (Loss::kSquares) squares += product * product;
     }
     if constexpr (kRunnerUp) {
-      // Two comparisons joined by & would be slower: gcc makes one of each for every lane.
+      // Joining the comparisons by & would be slower: gcc makes one comparison per lane of each.
       const Reals lower = v < target_logit ? v : -std::numeric_limits<Real>::infinity() - Reals{};
       marked = lower > rival ? this_class : marked;
       rival = lower > rival ? lower : rival;
@@ -72,7 +72,7 @@ struct SumsOfLanes {
     this_class += 1;
   }
 
-  // The results of look().
+  // Stores the results of look().
   FK_HOST_DEVICE void store_looked(Tile<Real>& tile, int64_t row) const {
     store_simd(max, tile.shift + row);
     if constexpr (Loss::kSpecialClass == SpecialClass::kLargest) store_simd(marked, tile.special + row);
@@ -84,7 +84,7 @@ struct SumsOfLanes {
     if constexpr (kRunnerUp) target_logit = load_simd<Reals>(tile.target_logit + row);
   }
 
-  // add() for a tile in which the class that is left out is already -inf and the target's logit is known.
+  // add() for a tile in which the excluded class is already -inf and the logit of the target is known.
   FK_HOST_DEVICE void add_all(const Reals& v) {
     const Reals fall = max - v, most = -lowest;
     const ScaledExponential<Reals> e = scaled_exponential(-(fall > most ? most : fall));
@@ -112,7 +112,7 @@ struct SumsOfLanes {
   }
 };
 
-// The gradient, one class after another.
+// The gradient, class by class.
 template <typename Loss, typename Real, int64_t n>
 struct GradOfLanes {
   using Int = label_int<Real>;
@@ -137,7 +137,7 @@ struct GradOfLanes {
 
   FK_HOST_DEVICE Reals next(const Reals& v) {
     const Reals x = v - max;
-    // The minimum turns NaN into 0; the factor of such a row is NaN already. A row without a gradient has an infinite
+    // This minimum turns NaN into 0; the factor of such a row is NaN already. A row without a gradient has an infinite
     // maximum, so its gradient is 0.
     const ScaledExponential<Reals> e = scaled_exponential(x > lowest ? x : lowest);
     Reals slope = e.mantissa * e.scale;

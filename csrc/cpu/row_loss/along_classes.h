@@ -1,7 +1,7 @@
 // Sums and gradient of rows of adjacent classes.
 //
-// The loop takes one group of classes after another (ClassGroup). If the last group is not full, it starts earlier and
-// overlaps its neighbour. A row with fewer classes than one group has its own loop (kFewClasses).
+// The loop processes one group of classes at a time (ClassGroup). If the last group is not full, it starts earlier and
+// overlaps the previous one. Rows with fewer classes than one group have their own loop (kFewClasses).
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// The largest number of a row, or any if one is NaN.
+// The largest number of a row; any number if one is NaN.
 template <int64_t n, typename Scalar>
 FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
   using Group = ClassGroup<Scalar, n>;
@@ -32,8 +32,8 @@ FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
   return fold_lanes(max[0], Larger{});
 }
 
-// The maximum as what is subtracted before exponentials. Where no class has any probability, -inf - -inf would be NaN
-// where 0 is meant; log p_y becomes NaN all the same, from z_y - m.
+// The maximum, as the shift of the exponentials. If all logits are -inf, the shift must be finite: -inf - -inf would be
+// NaN, not 0. log p_y is then NaN through z_y - m.
 template <typename Real>
 FK_HOST_DEVICE Real finite_shift(Real max) {
   return max == -std::numeric_limits<Real>::infinity() ? Real(0) : max;
@@ -42,11 +42,11 @@ FK_HOST_DEVICE Real finite_shift(Real max) {
 template <typename Real>
 struct ExpSums {
   Real first;
-  Real squares;  // of the exponentials
+  Real squares;  // sum of the squared exponentials
 };
 
-// Leaving a class out of the sum, rather than subtracting it afterwards, keeps 1 - p of it exact as p -> 1. With
-// kMayRise the shift need not be the largest: if it is too small, the sum is not below kLargestSum.
+// Excluding a class from the sum, instead of subtracting it afterwards, keeps 1 - p of it exact as p -> 1. With
+// kMayRise the shift need not be the maximum; if it is too small, the sum is at least kLargestSum.
 template <int64_t n, bool kSquares, bool kMayRise = false, typename Scalar>
 FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_t classes, compute_t<Scalar> shift,
                                                          int64_t except, compute_t<Scalar> exp_zero) {
@@ -57,8 +57,8 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
   using Ints = typename Group::Ints;
   constexpr int64_t kVectors = Group::kVectors, kClasses = Group::kClasses;
   const Reals most = spread<Reals>(-exp_zero), shifts = spread<Reals>(shift);
-  // `skipped` is compared with the class index of the first vector, one less than the index of the second. If the
-  // class is not in this block, `skipped` matches no class.
+  // `skipped` is compared with the class indices of the first vector; those of the second are one larger. If the class
+  // is not in this block, `skipped` matches no class.
   const bool is_here = except >= 0 && except < classes;
   Ints skipped[kVectors];
   for (int64_t i = 0; i < kVectors; ++i) {
@@ -70,7 +70,7 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
   Ints index = Group::first_classes();
   const Scalar* group = z;
   for (const Scalar* end = z + whole; group != end;) {
-    // The sum has parts, because the rounding errors of a long run of equal terms all have one sign.
+    // The sum has parts: in a long run of equal terms, all rounding errors would have the same sign.
     const Scalar* stop = end - group < kPart * kClasses ? end : group + kPart * kClasses;
     for (int64_t i = 0; i < kVectors; ++i) {
       part[i] = Reals{};
@@ -78,11 +78,11 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
     }
 #pragma GCC unroll 4
     for (; group != stop; group += kClasses, index += static_cast<Int>(kClasses)) {
-      prefetch(group + kBlock);  // the next rows or, in a long row, the block for which max_of would wait
+      prefetch(group + kBlock);  // the next rows or, in a long row, the next block, whose maximum comes first
       Group::load(group, v);
       for (int64_t i = 0; i < kVectors; ++i) {
         const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(Reals(shifts - v[i]), most);
-        if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
+        if constexpr (sizeof(Reals) == 64) {  // AVX-512 has masked additions
           const Reals product = e.mantissa * e.scale;
           part[i] = index != skipped[i] ? part[i] + product : part[i];
           if constexpr (kSquares) {
@@ -105,8 +105,8 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
     index -= static_cast<Int>(whole - (classes - kClasses));
     for (int64_t i = 0; i < kVectors; ++i) {
       const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(Reals(shifts - v[i]), most);
-      // Leaves out the classes that were added before: their difference is negative. A comparison would be slower,
-      // because gcc makes one for each lane.
+      // Excludes the classes that were added before: for these the difference is negative. A comparison would be
+      // slower, because gcc makes one per lane.
       const Ints were_before = (index + static_cast<Int>(i - whole)) >> (8 * sizeof(Int) - 1);
       const Reals new_scale = lanes_cast<Reals>(lanes_cast<Ints>(e.scale) & ~were_before);
       const Reals product = e.mantissa * (index != skipped[i] ? new_scale : Reals{});
@@ -156,7 +156,7 @@ FK_HOST_DEVICE int64_t first_equal(const Scalar* z, int64_t n, compute_t<Scalar>
   return 0;
 }
 
-// The sum of a row of several blocks, for kSumOnly. It stops early once the sum is too large.
+// The sum of a row of several blocks, for kSumOnly. The loop stops once the sum is too large.
 struct SumOfLongRow {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const Scalar* z, int64_t classes, int64_t target, int64_t r,
@@ -165,7 +165,7 @@ struct SumOfLongRow {
     const Real target_logit = load_as_compute(z[target]);
     double sum = 0;
     const int64_t blocks = classes / kBlock;  // the last block also takes the remainder
-    for (int64_t block = 0; block < blocks && sum < kLargestSum<Real>; ++block) {  // not NaN
+    for (int64_t block = 0; block < blocks && sum < kLargestSum<Real>; ++block) {  // false for NaN, too
       const int64_t begin = block * kBlock;
       const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
       sum += sum_exp_except<kLanesOf<bytes, Scalar>, false, true>(z + begin, n, target_logit, target - begin,
@@ -199,7 +199,7 @@ struct SumsOfLongRow {
       if (block_max > m) {
         const Real shrink = exponential(m - block_max);
         if constexpr (Loss::kSumExcludesTop) {
-          // The largest class so far was left out of the sum; a larger one follows, so it is added now.
+          // The sum excluded the largest class so far. A larger one follows, so its term, 1, is added now.
           sum = (sum + 1) * shrink;
           squares = (squares + 1) * shrink * shrink;
           marked = begin + first_equal(z + begin, n, block_max);
@@ -240,7 +240,7 @@ FK_HOST_DEVICE void scaled_exp_of_group(const Scalar* z, compute_t<Scalar> max, 
   Group::load(z, v);
   for (int64_t i = 0; i < Group::kVectors; ++i) {
     const Reals fall = max - v[i];
-    // The minimum turns NaN into 0; the factor of such a row is NaN already. A row without a gradient has an infinite
+    // This minimum turns NaN into 0; the factor of such a row is NaN already. A row without a gradient has an infinite
     // maximum, so its gradient is 0.
     const ScaledExponential<Reals> parts = scaled_exponential(-(fall < most ? fall : most));
     const Reals e = parts.mantissa * parts.scale;
@@ -272,8 +272,8 @@ struct SumsOfRows {
   static FK_HOST_DEVICE void run(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                  Tile<compute_t<Scalar>>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Scalar>;
-    // A group has as many rows as fit the first-level cache. Then no row waits for the maximum or the sum of the one
-    // before.
+    // A group has as many rows as fit the first-level cache. Separate loops for maxima and sums avoid waiting for the
+    // maximum or the sum of the previous row.
     using Real = compute_t<Scalar>;
     const int64_t group = std::max<int64_t>(1, kBlock / args.classes);
     RowCursor row(args.layout, row_begin);
@@ -311,7 +311,8 @@ struct SumsOfRows {
   }
 };
 
-// SumsOfRows for kSumOnly: relative to the target's logit or, if that makes the sum too large, to the largest logit.
+// SumsOfRows for kSumOnly: relative to the logit of the target; if the sum is then too large, relative to the largest
+// logit.
 struct SumOfRows {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,

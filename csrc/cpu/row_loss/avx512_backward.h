@@ -1,5 +1,5 @@
-// The gradient of contiguous rows of few classes, with AVX-512: sixteen rows fill exactly one vector per class, and a
-// vector may hold the ends of two rows. One shuffle broadcasts a coefficient of a row to its elements.
+// The gradient of contiguous rows of few classes, with AVX-512. Sixteen rows fill exactly one vector per class; a
+// vector may hold parts of two rows. One shuffle broadcasts a coefficient of each row to the row's elements.
 #pragma once
 
 #include <algorithm>
@@ -13,17 +13,17 @@
 
 namespace focalkern::cpu {
 
-// with more classes, the gradients of the targets are stored one by one at the end
+// with more classes, a last step stores the gradients of the targets one by one
 constexpr int64_t kTargetsTogether = 32;
 
 #ifdef FK_HAS_AVX512_CODE
 
-// For each element of sixteen contiguous rows, the row that it belongs to. For pairs (half precision), the even
-// elements of 32 come first, then the odd ones, in the order in which Pair::split returns them.
+// For each element of sixteen contiguous rows, the index of its row. For pairs (half precision), the even elements of
+// 32 come first, then the odd ones, in the order that Pair::split returns.
 template <bool kPairs>
 struct DenseRows {
   alignas(64) int32_t row[(kMostDense + 1) * 16];
-  int64_t prepared = 0;  // classes
+  int64_t prepared = 0;  // number of classes for which the table is prepared
 
   FK_AVX512 void prepare(int64_t classes) {
     if (classes == prepared) return;
@@ -34,7 +34,7 @@ struct DenseRows {
     for (int64_t i = 0; i < end; i += 16) {
       const auto begin = static_cast<int32_t>(kPairs ? i / 32 * 32 + i / 16 % 2 : i);
       const __m512i number = _mm512_add_epi32(_mm512_slli_epi32(lane, kPairs), _mm512_set1_epi32(begin));
-      // Half an element past its start, so that rounding of the product cannot reach the next row.
+      // The middle of an element, so that rounding of the product cannot reach the next row.
       const __m512 middle = _mm512_add_ps(_mm512_cvtepi32_ps(number), _mm512_set1_ps(0.5f));
       _mm512_store_si512(row + i, _mm512_cvttps_epi32(_mm512_mul_ps(middle, per_class)));
     }
@@ -47,7 +47,7 @@ namespace {
 
 #ifdef FK_HAS_AVX512_CODE
 
-// Kept from call to call: making the table for a hundred classes takes as long as a few rows.
+// The table is kept between calls: for a hundred classes it takes as long as a few rows.
 template <bool kPairs>
 DenseRows<kPairs>& dense_rows_of_this_thread() {
   static thread_local DenseRows<kPairs> rows;
@@ -61,7 +61,7 @@ struct DenseGroup {
   static constexpr bool kMarks = Loss::kSpecialClass != SpecialClass::kNone;
 
   __m512 most, max, factor, target_grad, square_factor, special_grad;
-  __m512i target[2], marked[2];  // places, and one less
+  __m512i target[2], marked[2];  // element index of the class, and that index minus one
 
   FK_AVX512 inline __attribute__((always_inline)) DenseGroup(const Tile<float>& tile, int64_t row, __m512i begins)
       : most(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(tile.exp_zero))),
@@ -76,8 +76,8 @@ struct DenseGroup {
     }
   }
 
-  // Gradients of the logits z, whose rows are `own`, at `place` or kNext vectors later. kLater leaves out the target
-  // and the special class.
+  // Gradients of the logits z, whose rows are `own`, at element index `place` + kNext. kLater omits the target and the
+  // special class; a later step stores them.
   template <bool kLater, int kNext = 0>
   FK_AVX512 inline __attribute__((always_inline)) __m512 slopes(__m512 z, __m512i own, __m512i place) const {
     // The minimum turns NaN into 0; the factor of such a row is NaN already.
@@ -111,7 +111,7 @@ struct DenseGroup {
     return Pair<Scalar>::join_plain(_mm512_castps_si512(of_low), _mm512_castps_si512(of_high));
   }
 
-  // Computes and stores the gradients of one vector, `bytes` from the first, whose elements are at `place`. Returns the
+  // Computes and stores the gradients of one vector, `bytes` after the first; its elements are at `place`. Returns the
   // next place.
   template <bool kLater>
   FK_AVX512 inline __attribute__((always_inline)) __m512i store_slopes(const char* z, const char* own, int64_t bytes,
@@ -135,7 +135,7 @@ struct DenseGroup {
     const __m512 numbers = _mm512_loadu_ps(from);
     return sizeof(Scalar) == 2 ? _mm512_castsi512_ps(with_plain_nan(_mm512_castps_si512(numbers))) : numbers;
   }
-  // The element of each row's label. A label of -1 gives an element of another row, or none.
+  // The element index of each row's label. A label of -1 gives an element of another row, or none.
   FK_AVX512 static inline __attribute__((always_inline)) void find_places(const int32_t* label, __m512i begins,
                                                                           __m512i (&places)[2]) {
     places[0] = _mm512_add_epi32(_mm512_loadu_si512(label), begins);
@@ -181,7 +181,7 @@ FK_AVX512 void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t
   }
 }
 
-// The gradient of at least sixteen rows; the last sixteen overlap their neighbours.
+// The gradient of at least sixteen rows; the last sixteen overlap the previous ones.
 template <typename Loss, typename Scalar>
 void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t n_rows,
                         const DenseRows<sizeof(Scalar) == 2>& dense, const Tile<float>& tile, Scalar* grads) {

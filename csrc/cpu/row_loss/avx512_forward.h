@@ -1,7 +1,6 @@
-// Sums of float rows of some dozens of adjacent classes, with AVX-512: four rows side by side, vector after vector.
-// The four rows share the overhead of the loop, and their four vectors are reduced together. (Transposed rows are
-// faster for half precision, which needs a conversion, and for fewer classes. Rows one by one are faster for more
-// classes.)
+// Sums of float rows of a few dozen adjacent classes, with AVX-512: four rows side by side, vector after vector. The
+// four rows share the overhead of the loop, and one reduction serves their four vectors. (Transposed rows are faster
+// for half precision, which needs a conversion, and for fewer classes. Row-by-row loops are faster for more classes.)
 #pragma once
 
 #include <algorithm>
@@ -18,8 +17,8 @@ namespace {
 
 #ifdef FK_HAS_AVX512_CODE
 
-// A row as vectors. The first vector starts with `own` classes that no other has (at least one) and repeats the start
-// of the second.
+// A row as vectors. The first vector has `own` classes (at least one) of its own; its other classes are the first ones
+// of the second vector.
 struct RowVectors {
   int64_t count, own;
   explicit RowVectors(int64_t classes) : count((classes + 15) / 16), own(classes - (count - 1) * 16) {}
@@ -45,7 +44,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 folded(const simd_t<float
       combine(lanes_cast<Quarter>(_mm256_castps256_ps128(half)), lanes_cast<Quarter>(_mm256_extractf128_ps(half, 1))));
 }
 
-// As max_of.
+// max_of for four rows.
 FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const float* z, int64_t stride,
                                                                       const RowVectors& vectors) {
   using Reals = simd_t<float, 16>;
@@ -58,7 +57,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const floa
   return folded(max, Larger{});
 }
 
-// Four times sum_exp_except, over every class but the target.
+// sum_exp_except for four rows, over every class but the target.
 template <bool kMayRise>
 FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float* z, int64_t stride,
                                                                     const RowVectors& vectors, const float* shift,
@@ -72,7 +71,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
     labels[i] = _mm512_set1_epi32(label[i]);
     sums[i] = Reals{};
   }
-  // Prefetches as many bytes as the loop reads, in the order of addresses, because contiguous rows follow each other.
+  // Prefetches as many bytes as the loop reads, in the order of addresses: contiguous rows follow each other.
   // Prefetching in the order of the reads, four rows at a time, is slower.
   const float* ahead = z + kBlock;
   int64_t step = vectors.own;
@@ -96,7 +95,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
   return folded(sums, Sum{});
 }
 
-// For at least sixteen rows; the last sixteen overlap their neighbours.
+// For at least sixteen rows; the last sixteen overlap the previous ones.
 FK_AVX512 inline void sums_of_four_rows(const float* z, int64_t stride, int64_t classes, int64_t n_rows,
                                         Tile<float>& tile) {
   const RowVectors vectors(classes);
@@ -111,7 +110,7 @@ FK_AVX512 inline void sums_of_four_rows(const float* z, int64_t stride, int64_t 
       __m128 rest = sums_of_four<true>(rows, stride, vectors, shift, tile.label + r, tile.exp_zero);
       const __mmask8 is_large = _mm_cmp_ps_mask(rest, largest, _CMP_NLT_UQ);  // or NaN
       if (is_large) {
-        // Only these rows are computed again, because the result of a row must not depend on its neighbours.
+        // The result of a row must not depend on its neighbours, so only these rows are computed again.
         _mm_mask_storeu_ps(shift, is_large, maxima_of_four(rows, stride, vectors));
         rest = _mm_mask_mov_ps(rest, is_large,
                                sums_of_four<false>(rows, stride, vectors, shift, tile.label + r, tile.exp_zero));

@@ -1,6 +1,7 @@
-// Sums of rows of few adjacent classes, with AVX-512: sixteen rows at a time are transposed in registers, four words of
-// each (cpu/simd/transpose.h), so that a vector has one class of sixteen rows (cpu/row_loss/across_rows_lanes.h).
-// No reduction across a vector is needed, and sixteen rows share the cost of each step that runs once per row.
+// Sums of rows of few adjacent classes, with AVX-512. Sixteen rows at a time are transposed in registers, four 32-bit
+// words of each at once (cpu/simd/transpose.h), so that a vector holds one class of sixteen rows
+// (cpu/row_loss/across_rows_lanes.h). No reduction across a vector is needed, and sixteen rows share the cost of each
+// per-row step.
 #pragma once
 
 #include <algorithm>
@@ -39,15 +40,15 @@ FK_AVX512 inline __attribute__((always_inline)) void load_transposed(
   }
 }
 
-// First pass over four words of each of sixteen rows, from class c on. `kept` receives the transposed logits for the
-// second pass.
+// First pass over four words of each of sixteen rows, from class c on. It stores the transposed logits in `kept` for
+// the second pass.
 template <typename Loss, typename Scalar>
 FK_AVX512 inline __attribute__((always_inline)) void look_at_words(const RowsOfSixteen<const Scalar>& rows,
                                                                    const Scalar* ahead, int64_t c,
                                                                    SumsOfLanes<Loss, float, 16>& sums, float* kept) {
   constexpr int64_t kWidth = kWideClasses<Scalar>;
-  // Prefetches as many bytes as the loop reads, a few pages ahead for contiguous rows: the processor's own prefetching
-  // does not follow sixteen streams.
+  // Prefetches as many bytes as the loop reads, a few pages ahead for contiguous rows: the hardware prefetcher does not
+  // follow sixteen streams.
   for (int64_t i = 0; i < kWidth * 16; i += 64 / static_cast<int64_t>(sizeof(Scalar))) prefetch(ahead + i);
   simd_t<float, 16> columns[kWidth];
   load_transposed(rows, columns);
@@ -57,9 +58,9 @@ FK_AVX512 inline __attribute__((always_inline)) void look_at_words(const RowsOfS
   }
 }
 
-// First pass over the classes of the rows from `first` of the tile on, sixteen rows at a time. kept, [n_rows / 16,
-// classes, 16], receives their logits for the second pass. At least sixteen rows; the last sixteen, and the last
-// classes, overlap their neighbours.
+// First pass over the classes of the rows from `first` of the tile on, sixteen rows at a time. It stores their logits
+// in kept, [n_rows / 16, classes, 16], for the second pass. At least sixteen rows are required; the last sixteen rows,
+// and the last classes, overlap the previous ones.
 template <typename Loss, typename Scalar>
 FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
                                    Tile<float>& tile, float* kept) {
@@ -82,7 +83,7 @@ FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t clas
   }
 }
 
-// The first pass for fewer classes than four words: the logits are gathered.
+// The first pass for fewer classes than four words hold: the logits are gathered.
 template <typename Loss, typename Scalar>
 FK_AVX512 void look_at_gathered_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
                                      Tile<float>& tile, float* kept) {
@@ -102,12 +103,12 @@ FK_AVX512 void look_at_gathered_rows(const Scalar* z, int64_t stride, int64_t cl
   }
 }
 
-constexpr int64_t kComparedClasses = 32;  // up to here, comparing every class with the label is faster than taken_out
+constexpr int64_t kComparedClasses = 32;  // up to here, comparing every class is faster than taken_out
 
-// Classes per partial sum: the rounding errors of a longer run of equal terms all have one sign.
+// Classes per partial sum: in a longer run of equal terms, all rounding errors would have the same sign.
 constexpr int64_t kTransposedPart = 16;
 
-// Returns the logits of the targets, 0 for a row without one, and writes -inf in their places.
+// Returns the logits of the targets (0 for a row without one) and replaces them by -inf.
 FK_AVX512 inline __attribute__((always_inline)) simd_t<float, 16> taken_out(float* columns,
                                                                             const simd_t<int32_t, 16>& label) {
   const __m512i labels = lanes_cast<__m512i>(label);
@@ -119,7 +120,7 @@ FK_AVX512 inline __attribute__((always_inline)) simd_t<float, 16> taken_out(floa
   return lanes_cast<simd_t<float, 16>>(logits);
 }
 
-// The second pass. kTakesOut is a template argument, because the two variants need different registers.
+// The second pass. kTakesOut is a template argument, because the two variants use different registers.
 template <typename Loss, bool kTakesOut>
 FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_t n_rows, Tile<float>& tile) {
   using Sums = SumsOfLanes<Loss, float, 16>;
@@ -148,11 +149,11 @@ FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_
   }
 }
 
-// As SumsOfColumns.
+// SumsOfColumns for transposed rows.
 template <typename Loss, typename Scalar>
 void sums_of_transposed_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t n_rows, Tile<float>& tile) {
   alignas(64) float kept[kMostTransposed * 16];
-  // Takes the whole tile if its logits fit `kept`, else sixteen rows at a time.
+  // Processes the whole tile if its logits fit `kept`, else sixteen rows at a time.
   const int64_t at_once = classes * kTileRows <= kMostTransposed * 16 ? n_rows : 16;
   for (int64_t r = 0; r < n_rows; r += at_once) {
     const int64_t row = std::min(r, n_rows - at_once);

@@ -7,7 +7,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// The same as in AnyGamma.
+// The same instructions as in AnyGamma.
 template <typename Reals>
 FK_HOST_DEVICE Reals power_of(const GammaOfLanes<Reals>& gamma, const Reals& /*p*/, const Reals& minus_log_p) {
   const Reals zero{}, magnitude = gamma.exponent + number_t<Reals>(1);

@@ -1,14 +1,14 @@
-// Losses of rows of logits on the CPU, forward and backward, for every loss. Formulas: math/row_loss.h and a header for
-// each loss beside it, whose source here expands FK_ROW_LOSS_INSTANCES.
+// Losses of rows of logits on the CPU, forward and backward, for every loss. Formulas: math/row_loss.h, and one header
+// per loss beside it. Each loss has a source here that expands FK_ROW_LOSS_INSTANCES.
 //
 //   forward   logits [rows, classes] -> row_loss [rows], saved [3 or 4, rows] = (m, log S, log u or squares, class);
 //             of the focal loss (m, c / S, -sum_exp_others): see epilogue_focal.h
 //   backward  logits, saved, grad_loss -> grad_logits [rows, classes] (and grad_gamma, grad_target)
 //
-// Each direction reads the logits from memory once. A second read finds a row in the cache, unless it is longer than a
-// block and its target very unlikely. plan.h chooses the loop over the classes of a tile of rows; the epilogue
-// (epilogue.h) then computes the losses and gradient coefficients of the whole tile. Soft targets and label smoothing
-// need the factor of every class (soft_targets.h).
+// Each direction reads the logits from memory once. A second read of a row comes from the cache, unless the row is
+// longer than a block and its target very unlikely. plan.h chooses the loop over the classes of a tile of rows. The
+// epilogue (epilogue.h) then computes the losses and gradient coefficients of the whole tile. Soft targets and label
+// smoothing need the factor of every class (soft_targets.h).
 #pragma once
 
 #include <algorithm>
@@ -123,7 +123,7 @@ RowLossSums forward_labels(const RowLossForward<Scalar>& args, int64_t row_begin
   return sums;
 }
 
-// The logit of each row's target among columns of logits.
+// Reads the logit of each row's target from a transposed tile.
 struct TargetOfColumns {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const Real* z /* [classes, kTileRows] */, int64_t classes, int64_t n_rows,
@@ -164,7 +164,7 @@ bool gather_targets_of(const RowLossArgs<Scalar>& args, int64_t row_begin, int64
   return false;
 }
 
-// Reads the upstream gradient and, if needed, the logits of the targets; these come from `transposed` if that is given.
+// Reads the upstream gradient and, if needed, the logits of the targets, from `transposed` if that is not null.
 template <typename Loss, typename Scalar>
 void read_for_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, bool needed,
                    const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
@@ -181,7 +181,7 @@ void read_for_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
     const auto* marked = args.saved + 3 * args.rows + row_begin;
     const auto classes = static_cast<label_int<compute_t<Scalar>>>(args.classes);
     for (int64_t r = 0; r < n_rows; ++r) {
-      // `saved` may be forged: the special class must lie in the row.
+      // The caller may pass any `saved`: the special class must lie in the row.
       const auto c = number_as_class(marked[r]);
       tile.special[r] = c >= 0 && c < classes ? c : kNoTarget;
     }
@@ -209,7 +209,7 @@ void finish_any_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int
   }
 }
 
-// The gradient of contiguous rows; double has no such loop.
+// The gradient of contiguous rows; there is no such loop for double.
 template <typename Scalar, bool = sizeof(Scalar) <= sizeof(float)>
 struct DenseGradient {
   void prepare(int64_t /*classes*/) {}
@@ -236,7 +236,7 @@ void backward_labels(const RowLossBackward<Scalar>& args, int64_t row_begin, int
       plan_backward(args.layout, args.grad_layout, args.rows, args.classes, sizeof(Scalar), has_avx512());
   const RowPath rest = plan_backward_rest(args.layout, args.grad_layout, args.classes);
   const bool columns = rest == RowPath::kAcrossRows;
-  // On the stack if it fits: allocating it would take a tenth of a small batch's time.
+  // On the stack if it fits: an allocation would take a tenth of the time of a small batch.
   alignas(64) Real small[2 * kFewClasses * kTileRows];
   std::unique_ptr<Real[]> large;
   if (rest == RowPath::kTransposedTile && args.classes > kFewClasses)
@@ -245,7 +245,7 @@ void backward_labels(const RowLossBackward<Scalar>& args, int64_t row_begin, int
   Real* grad_transposed = transposed + args.classes * kTileRows;
   DenseGradient<Scalar> dense_gradient;
   if (whole_tiles == RowPath::kDenseRows) dense_gradient.prepare(args.classes);
-  // the focal loss has everything else from the forward pass
+  // the focal loss saved everything else in the forward pass
   const bool needs_more = !kIsFocal<Loss> || args.grad_gamma;
   Tile<Real> tile;
   if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);

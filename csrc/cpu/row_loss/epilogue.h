@@ -1,4 +1,5 @@
-// Epilogue: from sums to loss and slope, a tile of rows at a time. epilogue_focal.h has the epilogue of the focal loss.
+// Epilogue: from sums to loss and gradient, a tile of rows at a time. epilogue_focal.h has the epilogue of the focal
+// loss.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +19,8 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real z_minus_max = tile.target_logit[r] - tile.shift[r];
     if constexpr (Loss::kSumExcludesTop) {
-      // The largest class adds exactly 1. m - m is NaN for an infinite m, which the sum over the others would not show.
+      // The largest class adds exactly 1. m - m makes the result NaN for an infinite m, which the sum over the others
+      // does not show.
       const Real log_s = log_of_unit_sum(Real(1), tile.sum_exp_others[r]) + (tile.shift[r] - tile.shift[r]);
       tile.log_s[r] = log_s;
       tile.log_p[r] = z_minus_max - log_s;
@@ -26,12 +28,12 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
       if constexpr (Loss::kSquares) tile.squares[r] *= bounded_exponential(Real(-2) * log_s);
       continue;
     }
-    // Where m is the target's logit its own term is exactly 1, and the sum is 1 + rest without rounding.
+    // If m is the target's logit, its term is exactly 1, and the sum is 1 + rest without rounding.
     const Real e = bounded_exponential(z_minus_max);
     const Real rest = tile.sum_exp_others[r], all_but_one = rest + (e - Real(1));
     const Real log_s = log_of_unit_sum(Real(1), all_but_one);
-    // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
-    const bool is_likely = rest < e;  // then m is the target's logit in either case
+    // The target's u = rest / S. As p -> 0, u approaches 1, and only log(1 - p) keeps its digits.
+    const bool is_likely = rest < e;  // then m is the target's logit, with kSumOnly or without
     const Real p = e / (Real(1) + all_but_one);
     const Real log_rest_or_u = log_of_unit_sum(is_likely ? rest : Real(1), is_likely ? Real(0) : -p);
     tile.log_s[r] = log_s;
@@ -40,7 +42,7 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
   }
 }
 
-// table_gamma for many probabilities. The outer loop runs over bins, so that the rows of a tile are compared together.
+// table_gamma for many probabilities. The outer loop runs over bins, so that the inner loop over rows vectorizes.
 template <typename Real>
 FK_VECTOR_CLONES void look_up_gamma_by_steps(const Real* p, int64_t n, const Real* edges, const Real* gammas,
                                              int64_t n_bins, Real* gamma) {
@@ -58,7 +60,7 @@ FK_VECTOR_CLONES void look_up_gamma_by_steps(const Real* p, int64_t n, const Rea
 #ifdef FK_HAS_AVX512_CODE
 constexpr int64_t kWideTable = 16;
 
-// table_gamma for a table whose edges and gammas fit one register each: a binary search, because the edges ascend.
+// table_gamma for a table whose edges and gammas fit one register each: a binary search, as the edges ascend.
 FK_AVX512 inline __attribute__((always_inline)) __m512 gammas_of_bins(__m512 p, __m512 edges, __m512 gammas) {
   __m512i bin = _mm512_setzero_si512();
   for (int step = kWideTable / 2; step > 0; step /= 2) {
@@ -102,7 +104,7 @@ FK_VECTOR_CLONES void exponentials(const Real* x, int64_t n, Real* result) {
   for (int64_t i = 0; i < n; ++i) result[i] = exponential(x[i]);
 }
 
-// look_up_gamma for log p.
+// look_up_gamma, given log p.
 template <typename Real>
 void look_up_gamma_of_log(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins,
                           Real* gamma) {
@@ -114,7 +116,7 @@ void look_up_gamma_of_log(const Real* log_p, int64_t n, const Real* edges, const
   }
 }
 
-// Fills the fields of RowNumbers that need no logarithm and no square.
+// Fills the fields of RowNumbers that need neither a logarithm nor a square.
 template <typename Loss, typename Real>
 FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Real epsilon, bool detached) {
   RowNumbers<Real> row;

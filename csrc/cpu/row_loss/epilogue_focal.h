@@ -6,8 +6,8 @@
 //   loss = f L                c = f (1 + gamma p L / base), or f where the modulation is detached
 //
 // The gradient is c p_j = (c / S) e^(z_j - m), and that of the target -c u = -(c / S) rest. The forward pass saves
-// these: saved [3, rows] = (m, c / S, -rest). gamma = 2 for every row, the common case, is a square: no logarithm and
-// no power.
+// three numbers: saved [3, rows] = (m, c / S, -rest). If gamma is 2 for every row, the common case, the factor is a
+// square: no logarithm and no power.
 //
 // Each loop computes one exponential or logarithm per row and stores it for the next loop. A fused loop would be bound
 // by latency.
@@ -46,7 +46,7 @@ FK_HOST_DEVICE void shares_of_sums(int64_t n_rows, Tile<Real>& tile) {
   exponentials_of_targets(n_rows, tile);
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    // Where m is the target's logit its own term is exactly 1, and the sum is 1 + rest without rounding.
+    // If m is the target's logit, its term is exactly 1, and the sum is 1 + rest without rounding.
     const Real e = tile.p[r], rest = tile.sum_exp_others[r];
     const Real log_s = log_of_sum(Real(1), rest + (e - Real(1)));
     const Real inv_sum_exp = Real(1) / (rest + e);
@@ -57,13 +57,13 @@ FK_HOST_DEVICE void shares_of_sums(int64_t n_rows, Tile<Real>& tile) {
   }
 }
 
-// L as a finite factor of p: where L exceeds the largest number, p is 0.
+// L, clamped to a finite number for its product with p: where L exceeds the largest number, p is 0.
 template <typename Real>
 FK_HOST_DEVICE Real finite_part(Real minus_log_p, Real largest) {
   return largest < minus_log_p ? largest : minus_log_p;
 }
 
-// The base of f as a sum of two terms without cancellation: u and 0 for a likely class, otherwise 1 and -p, or 1 and p.
+// The base of f as a sum of two terms without cancellation: u + 0 if the class is likely, otherwise 1 + (-p), or 1 + p.
 template <typename Real>
 struct TwoTerms {
   Real large;
@@ -79,7 +79,8 @@ FK_HOST_DEVICE TwoTerms<Real> base_of_factor(const Tile<Real>& tile, int64_t r) 
   return {likely ? u_or_one : Real(1), likely ? Real(0) : other};
 }
 
-// Where the base is 0 its logarithm is a large negative number, not -inf: L is 0 there, and so is every product with f.
+// Where the base is 0, log_base is a large negative number, not -inf: L is 0 there, so its products with f are 0, not
+// NaN.
 template <bool kEverInverse, typename Real>
 FK_HOST_DEVICE void logs_of_bases(int64_t n_rows, Tile<Real>& tile) {
 #pragma omp simd
@@ -140,7 +141,7 @@ FK_HOST_DEVICE void square_loss_of(int64_t n_rows, bool detach_modulation, Tile<
   sums->weight += kPlain ? static_cast<double>(n_rows) : weight_sum;
 }
 
-// The loss for gamma = 2, and the saved numbers of the rows.
+// The loss for gamma = 2, and the numbers that the rows save.
 template <typename Real>
 FK_VECTOR_CLONES void finish_square_loss(int64_t n_rows, bool detach_modulation, Tile<Real>& tile,
                                          Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
@@ -227,7 +228,7 @@ FK_VECTOR_CLONES void finish_focal_grads(const Real* saved, int64_t rows, int64_
   }
 }
 
-// dL/dgamma = f L log(base), computed again from the logits of the targets.
+// dL/dgamma = f L log(base). It recomputes p from the logits of the targets.
 template <typename Real>
 FK_VECTOR_CLONES void finish_gamma_grads(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile,
                                          Real* grad_gamma) {
@@ -271,7 +272,7 @@ void finish_focal_loss(const RowLossForward<Scalar>& args, int64_t row_begin, in
   }
 }
 
-// tile.target_logit is needed only for dL/dgamma, which a table of gammas does not have.
+// Only dL/dgamma needs tile.target_logit, and with a table of gammas it does not exist.
 template <typename Scalar>
 void finish_focal_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
                        Tile<compute_t<Scalar>>& tile) {

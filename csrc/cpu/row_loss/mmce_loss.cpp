@@ -1,11 +1,10 @@
-// Cross-entropy with the maximum mean calibration error of a batch, on the CPU. The sums of a row are the same as for
-// every other loss. The error of the batch is
-//
+// Cross-entropy with the maximum mean calibration error of a batch, on the CPU. Every row has the same sums as the
+// other losses. The error of the batch is
 //   mmce^2 = sum_ij a_i a_j e^(-|r_i - r_j| / h),   a_i = (c_i - r_i) / m
 //
-// over confidences r and correctness c. In the order of r the kernel is a product of decays from one row to the next,
-// so that a pass up and a pass down give the sums over the smaller and the larger confidences of every row. Rows of
-// equal confidence are a third part, to which r contributes no derivative, as for |r_i - r_j| at 0.
+// over confidences r and correctness c. If the rows are sorted by r, the kernel of two rows is a product of factors
+// between neighbours, so that one ascending and one descending pass give every row's sums over smaller and over larger
+// confidences. Rows of equal confidence form a third part, with derivative 0 in r, as |r_i - r_j| has at 0.
 
 #include "cpu/row_loss/mmce_loss.h"
 
@@ -28,8 +27,8 @@ namespace {
 template <typename Real>
 using BitsOf = std::make_unsigned_t<typename detail::Format<Real>::Int>;
 
-// A sort key: `kNumberBits` bits that grow with the confidence, then the row's index, then one bit for a correct row.
-// It takes two words if one has no room for the index.
+// A sort key: `kNumberBits` bits that grow with the confidence, then the row's index, then one bit that is 1 for a
+// correct row. The key takes two words if one has no room for the index.
 template <int kNumberBits>
 struct KeyOf {
   using type = uint64_t;
@@ -39,7 +38,7 @@ struct KeyOf<64> {
   __extension__ using type = unsigned __int128;
 };
 
-// Flags of a row, in words as wide as the logits, so that loops over both have one vector width.
+// Flags of a row, in words as wide as the logits: loops over both then have one vector width.
 enum Flag { kCorrect = 1, kCounts = 2 };
 
 template <typename Label, typename Real>
@@ -53,8 +52,8 @@ FK_VECTOR_CLONES void compare_rows(const Label* labels, int64_t ignore_index, co
   }
 }
 
-// The number of rows that count, the number of correct ones, and the range of the bits of log_s. The bits have the
-// order of log_s, because log_s is not negative.
+// The number of rows that count, the number of correct ones, and the range of log_s as bits. The order of the bits is
+// that of log_s, because log_s is not negative.
 template <typename Bits>
 struct Extent {
   int64_t count;
@@ -104,7 +103,8 @@ FK_VECTOR_CLONES void write_keys(const Real* log_s, const BitsOf<Real>* flags, i
   }
 }
 
-// Insertion sort for keys that are nearly ascending. Returns false, with the keys in any order, if they are not.
+// Insertion sort for nearly ascending keys. Returns false, with the keys in any order, if they are not nearly
+// ascending.
 template <typename Key>
 bool insert_keys(Key* keys, int64_t n) {
   int64_t moves = 0;
@@ -126,8 +126,8 @@ bool insert_keys(Key* keys, int64_t n) {
 
 constexpr int64_t kFewKeys = 16, kManyKeys = 1024;
 
-// Radix sort, ascending. `other` has room for as many keys; the result is in either array. It sorts by the leading bits
-// of `width`; insertion sort finishes nearly every batch.
+// Radix sort, ascending. `other` has room for as many keys; the result is in one of the two arrays. It sorts by the
+// leading bits of `width` first; insertion sort then finishes nearly every batch.
 template <int kShift, typename Key>
 Key* sort_keys(Key* keys, Key* other, int64_t n, int width) {
   if (n <= kFewKeys && insert_keys(keys, n)) return keys;
@@ -136,7 +136,7 @@ Key* sort_keys(Key* keys, Key* other, int64_t n, int width) {
   const auto mask = static_cast<uint32_t>((1 << digit_bits) - 1);
   using Place = std::conditional_t<sizeof(Key) == sizeof(uint64_t), uint32_t, uint64_t>;
   Place places[2][1 << kMostBits];
-  // Sorts from this bit on; if insertion sort then fails, from the lowest bit.
+  // Sorts by the bits from this one on; if insertion sort then fails, by all bits.
   for (int lowest = std::max(0, width - 2 * digit_bits);; lowest = 0) {
     for (int first = lowest; first < width; first += 2 * digit_bits) {
       const int digits = first + digit_bits < width ? 2 : 1;
@@ -160,7 +160,7 @@ Key* sort_keys(Key* keys, Key* other, int64_t n, int width) {
   }
 }
 
-// Arrays of one number per row, in the order of the confidences.
+// Arrays with one number per row, in the order of the confidences.
 struct Ordered {
   double* r;      // ascending
   double* a;      // (c - r) / m
@@ -190,7 +190,7 @@ FK_VECTOR_CLONES void decays(const double* r, int64_t n, double rate, double* de
   for (int64_t i = 0; i < n - 1; ++i) decay[i] = exponential((r[i] - r[i + 1]) * rate);
 }
 
-// Both sums in one loop: each step is a multiplication and an addition that waits for the step before.
+// Both sums in one loop: each step waits for the multiplication and addition of the step before, so the two overlap.
 FK_VECTOR_CLONES void sum_up_and_down(const double* a, const double* decay, int64_t n, double* up, double* down) {
   double from_below = a[0], from_above = a[n - 1];
   up[0] = from_below;
@@ -222,7 +222,7 @@ FK_VECTOR_CLONES double slopes(const Ordered& rows, const Key* keys, int64_t n, 
   return squared;
 }
 
-// Corrects the slopes of rows of equal confidence: such rows do not count as lower or higher.
+// Corrects the slopes of rows of equal confidence, which count neither as lower nor as higher.
 void correct_ties(const Ordered& rows, int64_t n, double rate) {
   const double *r = rows.r, *a = rows.a, *decay = rows.decay, *up = rows.up, *down = rows.down;
   const auto below = [&](int64_t i) { return i > 0 ? up[i - 1] * decay[i - 1] : 0.0; };
@@ -273,7 +273,7 @@ double error_of_rows(const MmceBatch& batch, const Real* log_s, const BitsOf<Rea
   sum_up_and_down(rows.a, rows.decay, n, rows.up, rows.down);
   const double squared = slopes(rows, keys, n, rate, of_correct, of_wrong);
   correct_ties(rows, n, rate);
-  // The root has no derivative at 0; 0 is used. Rounding may leave the square slightly below 0.
+  // The root has no derivative at 0; the code uses 0. Rounding may leave the square slightly below 0.
   const double error = squared > 0 ? std::sqrt(squared) : 0;
   const double of_root = squared > 0 ? 0.5 / error : 0;
   if (n < batch.rows) std::fill_n(slope, batch.rows, Real(0));
@@ -309,7 +309,7 @@ MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* t
     return {0, extent.count};
   }
   if (extent.most > bit_cast<Bits>(std::numeric_limits<Real>::infinity())) {
-    // A row with NaN logits has no place in the order, so the error of the batch is NaN.
+    // A row with NaN logits has no place in the order; the error of the batch is then NaN.
     std::fill_n(slope, batch.rows, std::numeric_limits<Real>::quiet_NaN());
     return {std::numeric_limits<double>::quiet_NaN(), extent.count};
   }

@@ -9,7 +9,7 @@ namespace focalkern::cpu {
 
 struct MmceBatch {
   int64_t rows;
-  bool weighted;  // balance correct and incorrect rows
+  bool weighted;  // whether weights balance correct and incorrect rows
   double bandwidth;
   Labels labels;  // [rows]
   int64_t ignore_index;

@@ -10,20 +10,20 @@
 
 namespace focalkern::cpu {
 
-constexpr int64_t kTileRows = 64;    // rows whose scalars are computed together; also the width of a column tile
-constexpr int64_t kRowsAtOnce = 16;  // float rows of kFourRows whose logits stay in the first-level cache
-constexpr int64_t kFewClasses = 32;  // up to here a transposed tile wastes less than padding a row to full vectors
+constexpr int64_t kTileRows = 64;    // rows per tile: their epilogue runs once; also the width of a transposed tile
+constexpr int64_t kRowsAtOnce = 16;  // float rows of kFourRows per step: their logits stay in the first-level cache
+constexpr int64_t kFewClasses = 32;  // up to here a transposed tile wastes less than padding rows to full vectors
 constexpr int64_t kMostOfFourRows = 192;
-constexpr int64_t kMostTransposed = 256;  // sixteen rows of them, in float, are half of a first-level cache
-constexpr int64_t kMostDense = 128;       // longer rows fill vectors of their own well enough
+constexpr int64_t kMostTransposed = 256;  // sixteen float rows of this many fill half of a first-level cache
+constexpr int64_t kMostDense = 128;       // longer rows fill their own vectors well enough
 
 enum class RowPath {
   kAlongClasses,         // vectors run along a row whose classes are adjacent
   kAcrossRows,           // vectors run across rows that are adjacent: pixels, [N, C, d1, ...]
   kTransposedTile,       // rows are copied to a tile [classes, kTileRows], then as kAcrossRows
-  kFourRows,             // forward, AVX-512: four float rows side by side share the loop and the folds
+  kFourRows,             // forward, AVX-512: four float rows side by side share the loop and the reductions
   kTransposedRegisters,  // forward, AVX-512: sixteen rows are transposed in registers, four words of each at a time
-  kDenseRows,            // backward, AVX-512: rows without gaps are one run of full vectors
+  kDenseRows,            // backward, AVX-512: contiguous rows are one run of full vectors
 };
 
 inline bool is_across_rows(const RowLayout& layout, int64_t classes) { return layout.class_stride != 1 && classes > 1; }
@@ -34,7 +34,7 @@ inline int64_t row_stride(const RowLayout& layout, int64_t row_begin, int64_t n_
   return row_begin % layout.inner + n_rows <= layout.inner ? layout.inner_stride : 0;
 }
 
-// Whether sixteen rows at this distance are reached by offsets in 32 bits.
+// Whether 32-bit offsets reach sixteen rows at this distance.
 inline bool is_near(int64_t stride) { return stride > 0 && stride < kFarthest / 16; }
 
 // The loop of `n_rows` rows from `row` on. sum_only: the loss needs the sum of exponentials and no second class.
@@ -45,7 +45,7 @@ inline RowPath plan_forward(const RowLayout& layout, int64_t classes, int64_t sc
   if (has_avx512 && layout.class_stride == 1 && n_rows >= kWideRows && scalar_size <= int64_t{sizeof(float)} &&
       is_near(row_stride(layout, row, n_rows))) {
     if (takes_four_rows && classes > kFewClasses && classes <= kMostOfFourRows) return RowPath::kFourRows;
-    // Fewer classes than four words are gathered, which beats a tile where the tile cannot be transposed by four.
+    // Two or three classes are gathered: this beats a tile, which needs four classes for its transposition.
     const bool fits = classes >= wide_classes(scalar_size) || classes == 2 || classes == 3;
     if (fits && classes <= (takes_four_rows ? kFewClasses : kMostTransposed)) return RowPath::kTransposedRegisters;
   }
@@ -62,9 +62,9 @@ inline bool is_dense(const RowLayout& layout, int64_t rows, int64_t classes, int
 
 // The loop of the gradient for all `rows`. If it is kDenseRows, a tile of less than 16 rows takes plan_backward_rest.
 inline RowPath plan_backward_rest(const RowLayout& layout, const RowLayout& grad_layout, int64_t classes) {
-  // The gradient keeps the layout of the logits wherever both are dense; any other pair goes through a tile.
+  // If both are dense, the gradient has the layout of the logits; any other pair goes through a tile.
   if (is_across_rows(layout, classes)) {
-    // A run of the logits lies in one run of the gradient.
+    // Whether a run of the logits lies in one run of the gradient.
     const bool alike =
         grad_layout.class_stride != 1 && grad_layout.inner % layout.inner == 0 && grad_layout.inner_stride == 1;
     return alike ? RowPath::kAcrossRows : RowPath::kTransposedTile;

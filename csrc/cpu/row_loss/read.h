@@ -1,4 +1,4 @@
-// Reads a tile of rows: labels, class weights, gammas, and logits in any layout as columns. Writes columns back.
+// Reads a tile of rows: labels, class weights, gammas, and logits of any layout as a transposed tile. Writes it back.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,10 @@
 namespace focalkern::cpu {
 namespace {
 
-// Returns whether all labels are in range. If not, the values it wrote must not be used.
+// Returns whether all labels are in range. If not, the caller must not use the values that it wrote.
 template <typename Label, typename Real>
 FK_HOST_DEVICE bool read_labels_in_range(const Label* labels, int64_t n_rows, int64_t classes, Tile<Real>& tile) {
-  using Bits = std::make_unsigned_t<Label>;  // a negative label is a large unsigned number
+  using Bits = std::make_unsigned_t<Label>;  // a negative label is large as an unsigned number
   Bits largest = 0;
 #pragma GCC ivdep  // gcc would keep an integer reduction of `omp simd` in memory
   for (int64_t r = 0; r < n_rows; ++r) {

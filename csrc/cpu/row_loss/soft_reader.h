@@ -44,7 +44,7 @@ class SoftReader {
     rows.classes = columns.classes = args.classes;
   }
 
-  // Rows per tile; along classes, as many as fit the first-level cache.
+  // Rows per tile. Along classes, a tile has as many rows as fit the first-level cache.
   int64_t count(int64_t row, int64_t row_end) const {
     const int64_t n = tile_rows(args, is_columns_of_memory, row, row_end);
     return across ? n : std::min(n, std::max<int64_t>(1, kBlock / args.classes));
@@ -87,7 +87,7 @@ class SoftReader {
     }
   }
 
-  // The share of the likely class of each row that has one.
+  // Reads the target share of the likely class, for each row that has one.
   void read_top_shares(int64_t n) {
     if (!uniform && !across) run_in_widest<LikelyOfRows>(rows, n, tile);
     if (tile.has_labels) {
@@ -216,8 +216,8 @@ class SoftReader {
     std::fill_n(rows.grad_target, n, nullptr);
   }
 
-  // tile.label_share: the label's share minus the share of every other class. tile.row_weight: the factor of the row's
-  // loss.
+  // tile.label_share: the share of the label minus the share of every other class. tile.row_weight: the factor of the
+  // row's loss.
   void read_weights(int64_t n) {
     constexpr bool kOfRows = Loss::kTarget == SoftTarget::kRows;
     std::fill_n(tile.label_share, kTileRows, kOfRows ? shares.kept + shares.spread : shares.kept);

@@ -5,9 +5,10 @@
 //
 // The forward pass reads a row three times while it is in a cache: for the largest logit m, for the sum of
 // exponentials, and for the terms of the classes. It saves [3 or 4, rows] = (m, rest, others): rest is the sum of
-// e^(z_j - m) over all classes but the largest, and others the sum of a_j over all classes except one above kUnlikely.
-// The backward pass then reads a row once and writes its gradient. Vectors run along the classes of a row, or across
-// rows if classes are few or rows adjacent (soft_targets_across.h). Half-precision logits are first copied to float.
+// e^(z_j - m) over all classes but the largest, and others is the sum of a_j over all classes except one above
+// kUnlikely. The backward pass then reads a row once and writes its gradient. Vectors run along the classes of a row,
+// or across rows if classes are few or rows adjacent (soft_targets_across.h). Half-precision logits are first copied to
+// float.
 #pragma once
 
 #include <algorithm>
@@ -152,7 +153,7 @@ void write_soft_grads(const RowLossBackward<Scalar>& args, int64_t row, int64_t 
     return;
   }
   auto& rows = reader.rows;
-  // An absent gradient has no layout; that of its input has the same number of rows.
+  // A missing gradient has no layout; that of its input serves, as it has the same number of rows.
   const RowLayout& grad_layout = args.grad_logits ? args.grad_layout : args.layout;
   const RowLayout& target_layout = args.grad_target ? args.target_layout : args.layout;
   const bool target_in_place = target_layout.class_stride == 1;

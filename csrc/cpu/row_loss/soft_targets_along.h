@@ -64,7 +64,7 @@ FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real 
   }
   Real again = 1;
   if (whole < classes) {
-    // Classes that were added before are set to the maximum and are not counted.
+    // Classes that were added before are set to the maximum, and their number is subtracted at the end.
     const Real done = static_cast<Real>(n - (classes - whole));
     const Reals first = load_simd<Reals>(tile.first), v = load_simd<Reals>(z + classes - n);
     add(Reals(first < spread<Reals>(done) ? shift : v));
@@ -147,7 +147,7 @@ struct SoftSumsOfRows {
       if (whole < classes) {
         const int64_t begin = classes - n;
         if constexpr (kUniform && kLabelApart<Loss>) index -= static_cast<Int>(whole - begin);
-        // The sum leaves out classes that were added before in the same way as the likely one.
+        // Classes that were added before get the likely class's logit, so that the sum excludes them.
         const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
         const Reals v = load_simd<Reals>(z + begin);
         sums.add(terms_of(Reals(first < done ? lanes.likely : v), begin));

@@ -1,9 +1,9 @@
 // Rows with soft targets: a tile, shares, gammas, and the step of the loops at one vector of classes or rows.
 //
-// A likely class is one with p above kUnlikely; a row has at most one. The epilogue computes it (soft_targets_tile.h).
-// For all others 1 - p does not cancel, and p and log p suffice (`unlikely_terms`). Vectors run along the classes of
-// one row (soft_targets_along.h), or across adjacent rows (soft_targets_across.h); SoftLanes has the step at one class
-// for both.
+// A likely class is one with p above kUnlikely; a row has at most one. The epilogue computes its terms
+// (soft_targets_tile.h). For all others 1 - p does not cancel, and p and log p suffice (`unlikely_terms`). Vectors run
+// along the classes of one row (soft_targets_along.h), or across adjacent rows (soft_targets_across.h). SoftLanes is
+// the step at one class for both.
 #pragma once
 
 #include <algorithm>
@@ -20,17 +20,17 @@
 namespace focalkern::cpu {
 namespace {
 
-// vectors per partial sum: a double accumulates the sums of these, which have the type of the logits
+// vectors per partial sum, in the type of the logits; partial sums are added in double
 constexpr int64_t kSoftPart = 16;
 
 template <typename Real>
 struct SoftTile : Tile<Real> {
-  // Aligned: otherwise the loops over a tile would take its first rows one by one.
-  alignas(64) Real likely[kTileRows];  // logit of the likely class, or a number that no logit of the row equals
+  // Aligned: otherwise gcc would peel the first rows of each loop over a tile.
+  alignas(64) Real likely[kTileRows];  // logit of the likely class, or a number that is no logit of the row
   Real top_share[kTileRows];
   Real top_gamma[kTileRows];
   Real label_gamma[kTileRows];
-  // Sums over all classes but the likely one and, for some losses, the label. Uniform shares count as 1 here.
+  // Sums over all classes but the likely one and, for some losses, the label. A uniform share is factored out of them.
   Real loss_sum[kTileRows];
   Real grad_sum[kTileRows];
   Real gamma_sum[kTileRows];
@@ -39,11 +39,11 @@ struct SoftTile : Tile<Real> {
   Real share_factor[kTileRows];  // minus the factor of a_j
   Real top_grad[kTileRows];
   Real label_grad[kTileRows];
-  Real top_share_grad[kTileRows];  // of the likely class: the gradient in its share before weights
+  Real top_share_grad[kTileRows];  // of the likely class: gradient with respect to its share, before weights
   Real share_grad_factor[kTileRows];
-  Real weight_grad[kTileRows];  // the part of the gradient in a share that the row's weight adds, per class weight
-  Real is_zero[kTileRows];      // 1 for a row without a gradient, or 0
-  // share of the label minus the share of every other class; backward with kLabelApart, its whole share
+  Real weight_grad[kTileRows];  // part of the gradient in a share from the row's weight, per class weight
+  Real is_zero[kTileRows];      // 1 for a row without a gradient, else 0
+  // share of the label minus the share of every other class; in backward with kLabelApart the whole share
   Real label_share[kTileRows];
   Real row_weight[kTileRows];  // factor of the row's loss
   Real first[16];              // 0, 1, 2, ...
@@ -52,7 +52,7 @@ struct SoftTile : Tile<Real> {
 
   SoftTile() {
     for (int i = 0; i < 16; ++i) first[i] = static_cast<Real>(i);
-    // Fills the rows beyond the last, because a tile is computed in whole vectors.
+    // Rows beyond the last need values, because loops over a tile process whole vectors.
     std::fill_n(this->label, kTileRows, label_int<Real>(kNoTarget));
     for (Real* numbers : {this->shift, this->sum_exp_others, this->target_logit, this->gamma, this->upstream, top_share,
                           top_gamma, label_gamma, loss_sum, grad_sum, gamma_sum, others}) {
@@ -61,7 +61,7 @@ struct SoftTile : Tile<Real> {
   }
 };
 
-// The share of a class with its weight: (kept target + spread) weight. Without target or weights the pointers lead to
+// The share of a class times its weight: (kept target + spread) weight. Without target or weights the pointers refer to
 // constants, and the strides are 0.
 template <typename Real>
 struct SoftShares {
@@ -94,7 +94,7 @@ FK_HOST_DEVICE Reals power_of_lanes(const Reals& x, const Reals& most) {
   return x > most ? kInfinity + Reals{} : e.mantissa * e.scale;
 }
 
-// As AnyGamma.
+// AnyGamma for vectors.
 template <typename Reals>
 struct GammaOfLanes {
   static constexpr bool kIsZero = false;
@@ -161,7 +161,7 @@ struct AnyGammas {
   };
 };
 
-// Losses that need the whole share of the label at once.
+// Losses that are not linear in the share, so that the label's whole share enters at once.
 template <typename Loss>
 constexpr bool kLabelApart = Loss::kTarget == SoftTarget::kRows;
 
@@ -193,7 +193,7 @@ struct SoftLanes {
     } else {
       const Reals one = Reals{} + Real(1);
       ClassTerms<Reals> terms = Loss::unlikely_terms(p, Reals(fall + log_s), gammas.at(p), epsilon, one);
-      // A class whose share is 0 adds 0, even where its own loss is infinite. The terms of the others are finite.
+      // A class with share 0 adds 0, even where its own loss is infinite. The other terms are finite.
       terms.loss = share * without(share == Reals{}, terms.loss);
       terms.slope *= share;
       terms.grad_gamma *= share;
@@ -267,7 +267,7 @@ FK_HOST_DEVICE void leave_out_by_bits(const Mask& mask, ClassTerms<Reals>& terms
   terms.grad_gamma = without(mask, terms.grad_gamma);
 }
 
-// The gradient in the share of a class, from the gradient of its loss.
+// The gradient with respect to the share of a class, from the derivative of its loss.
 template <typename Reals, typename Real>
 FK_HOST_DEVICE Reals share_grad(const Reals& grad, const Reals& factor, const Reals& weight, const Reals& of_weight,
                                 bool is_row_weight) {

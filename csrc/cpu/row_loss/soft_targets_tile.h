@@ -2,7 +2,7 @@
 // take the formulas for any probability, once per row.
 //
 //   rest: the sum of e^(z_j - m) over all classes but the largest,  S = 1 + rest,  log u of the largest = log(rest / S)
-//   dL/dz_j = p_j A - a_j,  A = sum_i a_i;  of a likely class p (A - a) - u a, so that nothing cancels as p -> 1
+//   dL/dz_j = p_j A - a_j,  A = sum_i a_i;  for a likely class p (A - a) - u a, in which no terms cancel as p -> 1
 #pragma once
 
 #include <limits>
@@ -15,7 +15,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// A tile is computed in whole vectors of rows; the results of rows beyond the last are not used.
+// Loops over a tile process whole vectors of rows; results of rows beyond the last are not used.
 inline int64_t whole_vectors(int64_t n_rows) { return (n_rows + 15) & -16; }
 
 // The logit of each row's label; that of class 0 for an ignored row.
@@ -29,7 +29,7 @@ FK_VECTOR_CLONES void soft_logits_of_columns(const SoftColumns<Real>& columns, i
   }
 }
 
-// Writes to top_share 1 where the label is the likely class.
+// Sets top_share to 1 where the label is the likely class.
 template <typename Real>
 FK_VECTOR_CLONES void soft_label_is_top(int64_t n_rows, SoftTile<Real>& tile) {
 #pragma omp simd
@@ -73,15 +73,15 @@ FK_VECTOR_CLONES void soft_numbers(int64_t n_rows, SoftTile<Real>& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real max = tile.shift[r], rest = tile.sum_exp_others[r];
-    // m - m is NaN for an infinite m; the sum over the others alone would be finite.
+    // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_of_unit_sum(Real(1), rest) + (max - max);
     const Real inv_sum_exp = Real(1) / (Real(1) + rest) + (max - max);
     tile.log_s[r] = log_s;
     tile.inv_sum_exp[r] = inv_sum_exp;
     const Real above_all = (max + (max < Real(0) ? -max : max)) + (Real(1) + (max - max));
     tile.likely[r] = inv_sum_exp > kUnlikely<Real> ? max : above_all;
-    // A denormal sum counts as a number here, although `logarithm` takes it for 0: log_s is not 0, and its product with
-    // log u must be finite.
+    // A denormal sum is not 0 here, although `logarithm` takes it for 0: log_s is then not 0 either, and its product
+    // with log u must be finite.
     tile.log_u[r] = log_of_unit_sum(rest, Real(0)) - log_s;
     tile.log_p[r] = (tile.target_logit[r] - max) - log_s;
   }
@@ -109,7 +109,7 @@ struct WholeGammaAt : WholeGamma<Real, kGamma> {
   }
 };
 
-// The largest class. A whole gamma needs no power: with u known, no term cancels.
+// The largest class. A whole gamma needs no power; u is known, so no terms cancel.
 template <typename Loss, typename Gammas>
 struct TopTerms {
   template <typename Real>
@@ -148,7 +148,7 @@ struct LabelTerms<Loss, WholeGammas<kGamma>> {
   }
 };
 
-// The loss of rows before their weight, and the sum of a_j over all classes but the likely one.
+// The losses of rows before their weight, and the sum of a_j over all classes but the likely one.
 template <typename Loss, typename Gammas, typename Real>
 FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
                                   SoftTile<Real>& tile) {
@@ -169,7 +169,8 @@ FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modu
   }
 }
 
-// Finishes rows whose `others` are known. `label_part`: the part of the label's share in label_share.
+// Computes the results of rows whose `others` are known. `label_part`: the fraction of the label's
+// share that other classes do not have.
 template <typename Loss, typename Gammas, typename Real>
 FK_VECTOR_CLONES void soft_grads(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
                                  Real label_part, Real kept, SoftTile<Real>& tile) {

@@ -1,4 +1,4 @@
-// Shared by the loops of a loss of rows: a tile of rows, for which the epilogue runs once, and the steps along rows.
+// Common parts of the loops of a loss of rows: a tile of rows, for which the epilogue runs once, and steps along rows.
 #pragma once
 
 #include <algorithm>
@@ -12,28 +12,28 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kBlock = 4096;  // logits of a row that fit the first-level cache: a second read of them is cheap
+constexpr int64_t kBlock = 4096;  // logits of a row that fit the first-level cache, so that a second read is cheap
 constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
 constexpr int64_t kAhead = 2048;         // how many logits ahead a prefetch reaches along a row
-constexpr int64_t kPart = 32;            // vectors of a row that are added one after the other
+constexpr int64_t kPart = 32;            // vectors of a row per partial sum
 
 template <typename Real>
 using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
 
-// Classes that a loop over a row takes at once: whole vectors of the widest kind, of Scalar and of its compute type.
+// Classes per step of a loop over a row: whole vectors of the widest kind, of Scalar and of its compute type.
 template <typename Scalar>
 constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
 
 // Losses that need only the sum of exp(z_j - m) over the classes other than the target. For long rows that are not
 // transposed, m is the target's logit, which saves the pass for the maximum; the target's term is then 1. If that sum
-// is too large (rare), it is computed again with the maximum.
+// is too large (rare), the kernel computes it again with the maximum.
 template <typename Loss>
 constexpr bool kSumOnly = Loss::kSpecialClass == SpecialClass::kNone && !Loss::kSquares;
-// No term of such a sum exceeds e^16: rounding of larger differences would show.
+// No term of such a sum exceeds e^16: for larger differences, the rounding error of z_j - m would matter.
 template <typename Real>
 constexpr Real kLargestSum = Real(0x1p23);
 
-constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
+constexpr int kNoTarget = -1;  // no class has this index: the label of an ignored row
 
 // The numbers of a tile of rows, from the sums to loss and gradient.
 template <typename Real>
@@ -44,20 +44,20 @@ struct alignas(64) Tile {
   Real shift[kTileRows];               // m, the largest logit or the target's logit (kSumOnly)
   Real sum_exp_others[kTileRows];      // sum of exp(z_j - m) over every class but one
   Real squares[kTileRows];             // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
-  Real gap[kTileRows];                 // logit of the special class minus the target's logit
+  Real gap[kTileRows];                 // logit of the special class minus that of the target
   label_int<Real> special[kTileRows];  // or kNoTarget
   Real target_logit[kTileRows];        // z_y
   Real log_s[kTileRows];               // log sum_j exp(z_j - m)
   Real log_p[kTileRows];
   Real log_u[kTileRows];
   Real loss[kTileRows];
-  Real upstream[kTileRows];       // the gradient of the row's loss
+  Real upstream[kTileRows];       // the upstream gradient of the row
   Real factor[kTileRows];         // factor of e^(z_j - m) in the gradient
   Real square_factor[kTileRows];  // factor of e^(2 (z_j - m))
   Real target_grad[kTileRows];    // gradient of the target's logit
   Real special_grad[kTileRows];   // gradient of the special class's logit
   Real grad_gamma[kTileRows];
-  Real p[kTileRows];            // of the target; only the focal loss uses this and the next five
+  Real p[kTileRows];            // of the target; only the focal loss uses it and the next five
   Real inv_sum_exp[kTileRows];  // 1 / sum_j exp(z_j - m)
   Real p_minus_one[kTileRows];  // p - 1 without cancellation
   Real minus_log_p[kTileRows];
@@ -65,7 +65,7 @@ struct alignas(64) Tile {
   Real log_base[kTileRows];
   bool is_plain;      // every row counts with weight 1
   bool ever_inverse;  // a gamma may be negative or NaN
-  // kExpZero in each lane, stored here because gcc emits no max instruction for a compile-time constant.
+  // kExpZero in each lane, in memory because gcc emits no max instruction for a compile-time constant.
   Real exp_zero[16];
 
   Tile() { std::fill_n(exp_zero, 16, kExpZero<Real>); }
@@ -75,7 +75,7 @@ struct alignas(64) Tile {
 // tile of columns. The address may lie outside the tensor: a prefetch never faults.
 FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address); }
 
-// Gradients of the target and the special class, which have terms of their own.
+// Stores the gradients of the target and of the special class, which have formulas of their own.
 template <typename Loss, typename Scalar>
 FK_HOST_DEVICE void store_special_grads(const Tile<compute_t<Scalar>>& tile, int64_t r, Scalar* grad) {
   if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
@@ -84,7 +84,7 @@ FK_HOST_DEVICE void store_special_grads(const Tile<compute_t<Scalar>>& tile, int
   if (tile.label[r] != kNoTarget) grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_grad[r]);
 }
 
-// Offsets of one row after another, without two divisions each.
+// Offsets of consecutive rows, without two divisions each.
 class RowCursor {
  public:
   FK_HOST_DEVICE RowCursor(const RowLayout& layout, int64_t row)

@@ -1,10 +1,10 @@
-// The asymmetric loss of a hard target: one formula serves targets of 0 and of 1, so that a loop takes one logarithm
-// per element.
+// The asymmetric loss of a hard target. One formula serves targets 0 and 1, so that the loop computes one logarithm per
+// element.
 //
 //   L = base^gamma w,  w = -log(1 - base),  dL/dx = +-base^gamma (gamma w (1 - base) + base) ratio
 //
-// against 0: base = v = max(p - margin, 0), and ratio = p (1 - p) / (v (1 - v)); against 1: base = 1 - p, ratio = 1,
-// and the sign is -.
+// For target 0: base = v = max(p - margin, 0), and ratio = p (1 - p) / (v (1 - v)). For target 1: base = 1 - p, ratio =
+// 1, and the sign is -.
 #pragma once
 
 #include <limits>
@@ -15,7 +15,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// The power that belongs to the target.
+// The power for this target.
 template <typename Real>
 FK_HOST_DEVICE SmallPower<Real> power_of_side(bool is_one, const SmallPower<Real>& zero, const SmallPower<Real>& one) {
   SmallPower<Real> power = zero;
@@ -33,12 +33,12 @@ FK_HOST_DEVICE AnyPower<Real> power_of_side(bool is_one, const AnyPower<Real>& z
   return {is_one ? one.exponent : zero.exponent};
 }
 
-// kShifted: the margin is at least 1e-30. Against it the error of 1 - p near 0 (see exponential_of_minus_number) is
-// negligible.
+// kShifted: the margin is at least 1e-30. Relative to it, the error of 1 - p near 0 (see exponential_of_minus_number)
+// is negligible.
 template <bool kShifted, typename Real, typename Power>
 FK_HOST_DEVICE LossAndSlope<Real> hard_asymmetric_loss(Real x, bool is_one, Real margin, const Power& negative,
                                                        const Power& positive) {
-  // Beyond this 1 - base is practically 0, but its product with the largest logits would not be.
+  // Beyond this, 1 - base is negligible, but its product with the largest logits would not be.
   constexpr Real kMost = Real(1e4);
   const LogitPieces<Real> z = logit_pieces<false>(x);
   const Real small = z.e * z.r;
@@ -52,8 +52,8 @@ FK_HOST_DEVICE LossAndSlope<Real> hard_asymmetric_loss(Real x, bool is_one, Real
     base -= shift;
     base = base > Real(0) ? base : Real(0);
     rest += shift;
-    // For a target of 1: log(1 + e). For 0: log(1 - v), computed from v where v is small, from q and the margin where
-    // it is near 1.
+    // For target 1: log(1 + e). For target 0: log(1 - v), computed from v where v is small, and from q and the margin
+    // where v is near 1.
     const bool is_large = base >= half;
     const Real larger = q > margin ? q : margin, smaller = q > margin ? margin : q;
     const Real added = is_one ? z.e : -base;

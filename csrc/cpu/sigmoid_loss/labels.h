@@ -26,11 +26,11 @@ FK_VECTOR_CLONES void compare_labels(const Label* labels, int64_t stride, int64_
   }
 }
 
-// Whether all labels are in [0, classes] and none is to be ignored.
+// Whether all labels are in [0, classes] and none is ignored.
 template <typename Label>
 FK_VECTOR_CLONES bool all_count(const Label* labels, int64_t stride, int64_t n, int64_t classes, int64_t ignore_index) {
   using Wide = std::conditional_t<sizeof(Label) == 8, int64_t, int32_t>;
-  using Bits = std::make_unsigned_t<Wide>;  // whose differences wrap
+  using Bits = std::make_unsigned_t<Wide>;  // unsigned: differences wrap
   const auto top = static_cast<Bits>(std::min<int64_t>(classes, std::numeric_limits<Wide>::max()));
   // The sign bit of the label, or of top - label, is set if the label is out of range.
   Bits signs = 0;
@@ -59,7 +59,7 @@ FK_VECTOR_CLONES void spread_loop(const int32_t* labels, int64_t rows, Real* sha
 }
 
 #ifdef FK_HAS_AVX512_CODE
-// For sixteen rows, which take kClasses vectors of shares: the row and the class of each element.
+// For sixteen rows, which fill kClasses vectors of shares: the row and the class of each element.
 template <int kClasses>
 struct SpreadOrder {
   alignas(64) int32_t row[kClasses * kRowGroup];
@@ -110,8 +110,8 @@ void with_few_classes(int64_t classes, Function f) {
   }(std::make_integer_sequence<int, kFewClasses>{});
 }
 
-// The positions of the ones in n rows of classes; the first row begins at `row`. Returns whether every label counts.
-// The loop does not branch: half of a detector's rows are background, in random order.
+// The positions of the ones in n elements of rows of classes; the first row begins at `row`. Returns whether every
+// label counts. The loop has no branch on labels: half of a detector's rows are background, in random order.
 template <typename Label>
 bool find_ones(const Label* label, int64_t row_stride, int64_t row, int64_t n, int64_t classes, int64_t ignore_index,
                TileLabels* found) {
@@ -143,14 +143,15 @@ bool find_ones(const Label* label, int64_t row_stride, int64_t row, int64_t n, i
   return none_ignored && most <= top;
 }
 
-// Labels of the elements [begin, end). Finds the positions of the ones and returns null; for rows of few classes, or
-// labels that do not lie along the classes, it returns one-hot shares. `buffer` holds them: a tile and a group of rows.
+// Labels of the elements [begin, end). Stores the positions of the ones in `found` and returns null. For rows of few
+// classes, or labels that do not lie along the classes, it returns one-hot shares in `buffer` (a tile and a group of
+// rows).
 template <typename Scalar, typename Label>
 const compute_t<Scalar>* read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels, int64_t begin,
                                      int64_t end, compute_t<Scalar>* buffer, TileLabels* found) {
   const int last = args.space.dims - 1;
   const int64_t stride = args.target.strides[last];
-  // Returns whether the run of elements is left out.
+  // Returns whether the run of elements is ignored or invalid.
   const auto leave_out = [&](int64_t label, int64_t first, int64_t n) {
     if (label >= 0 && label <= args.classes && label != args.ignore_index) return false;
     if (label == args.ignore_index) {
@@ -163,7 +164,7 @@ const compute_t<Scalar>* read_labels(const SigmoidLossArgs<Scalar>& args, const 
     return true;
   };
   if (args.class_dim == last && args.space.dims <= 2) {
-    // Rows of classes, by far the most frequent case.
+    // Rows of classes, the most frequent case.
     const int64_t classes = args.space.sizes[last], row_stride = last > 0 ? args.target.strides[0] : 0;
     const int64_t first_row = begin / classes, start = first_row * classes - begin, n = end - begin;
     const Label* label = labels + first_row * row_stride;
@@ -189,7 +190,7 @@ const compute_t<Scalar>* read_labels(const SigmoidLossArgs<Scalar>& args, const 
     const Label* label = labels + runs.offset(args.target);
     const int64_t n = runs.length();
     if (args.class_dim == last) {
-      // A run is a row of classes, or a part of one.
+      // A run is a row of classes, or part of one.
       if (leave_out(*label, first, n)) continue;
       const int64_t at = static_cast<int64_t>(*label) - runs.position(last);
       if (at >= 0 && at < n) found->one[found->ones++] = static_cast<int16_t>(first + at);

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kBFloat16Values = 65536;
 
 #ifdef FK_HAS_AVX512_CODE
-// `table` holds the results of all values for a target of 0, then those for 1.
+// `table` holds the results of all values for target 0, then those for target 1.
 template <bool kHard>
 FK_AVX512 FK_HOST_DEVICE __m512i place_in_table(const BFloat16* input, const float* target, __mmask16 mask) {
   const __m512i value = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, input));
@@ -28,7 +28,7 @@ FK_AVX512 FK_HOST_DEVICE __m512i place_in_table(const BFloat16* input, const flo
 FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const float* table, __mmask16 mask, float* to) {
   _mm512_mask_storeu_ps(to, mask, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, place, table, 4));
 }
-// Reads two bytes beyond each result; the table is padded for the last one.
+// Reads two bytes past each result; the table has padding at its end.
 FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const BFloat16* table, __mmask16 mask, BFloat16* to) {
   const __m512i found = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, place, table, 2);
   _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(found));
@@ -74,14 +74,14 @@ bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<comput
   return false;
 }
 
-// Whether results depend only on the logit and a hard target; the targets of the first tile are looked at.
+// Whether results depend only on the logit and a hard target. Only the targets of the first tile are checked.
 bool can_be_looked_up(const SigmoidLossArgs<BFloat16>& args) {
   if (!has_avx512() || args.gamma.data || args.second.data || args.weight.data || args.scores.data) return false;
   TileReader<BFloat16> reader(args, 1.0f, 1.0f, nullptr);
   return reader.view(0, std::min(kTile, args.space.size)).targets != Targets::kSoft;
 }
 
-// Arguments of the same loss for all bfloat16 values, with a target of 0 and of 1.
+// Arguments of the same loss for all bfloat16 values, with target 0 and 1.
 template <typename Args>
 Args bfloat16_table(const Args& args, std::vector<BFloat16>* logits) {
   static const uint8_t kTargets[2] = {0, 1};

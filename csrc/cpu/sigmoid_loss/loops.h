@@ -15,7 +15,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// The asymmetric loss with a margin that is known to be zero or not: one logarithm less.
+// The asymmetric loss, with or without a margin: a known margin of 0 saves a logarithm.
 template <bool kShifted>
 struct AsymmetricOfKnown {
   static constexpr bool kHasMargin = kShifted;
@@ -76,8 +76,8 @@ FK_HOST_DEVICE LossAndSlope<Real> result_at(const TileView<Real>& view, int64_t 
   }
 }
 
-// Prefetches the corresponding block of the next tile: the loop bodies are too long for the processor to look ahead.
-// For elements in a buffer this has no effect; an address outside the tensor never faults.
+// Prefetches the same block of the next tile: the loop bodies are too long for out-of-order execution to reach the next
+// loads. For elements in a buffer this has no effect; an address outside the tensor never faults.
 FK_HOST_DEVICE void ask_ahead(const void* block, int64_t size_of_element) {
   const char* ahead = static_cast<const char*>(block) + kTile * size_of_element;
   for (int64_t i = 0; i < kBlock * size_of_element; i += 64) __builtin_prefetch(ahead + i);
@@ -106,7 +106,7 @@ FK_HOST_DEVICE void for_each_element(int64_t n, Ask ask, Function f) {
   for (int64_t i = first; i < n; ++i) f(i);
 }
 
-// A loop has numbers of one width only; the sum in double has its own.
+// A loop should have numbers of one width, so the sum in double has its own loop.
 template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
 FK_VECTOR_CLONES void forward_loop(const TileView<Real>& tile, Real constant, int64_t n, Real* loss) {
   const TileView<Real> view = tile;
@@ -127,7 +127,7 @@ template <typename Real>
 FK_VECTOR_CLONES double sum_of(const Real* loss, int64_t n) {
   double sum = 0;
   if (n == kTile) {
-    // Adds eight at a time in Real, pairwise: three roundings, and one conversion to double for eight numbers.
+    // Adds eight numbers pairwise in Real: three roundings, and one conversion to double per eight numbers.
     constexpr int64_t kPart = kTile / 8;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < kPart; ++i) {
@@ -160,7 +160,7 @@ FK_VECTOR_CLONES void backward_loop(const TileView<Real>& tile, Real constant, i
       });
 }
 
-// Every derivative there is.
+// Computes all derivatives.
 template <typename Real>
 struct Slopes {
   Real target[kTile];
@@ -186,8 +186,8 @@ using VarifocalElement = KnownScoredElement<ScoredLoss::kVarifocal>;
 using MatchabilityElement = KnownScoredElement<ScoredLoss::kMatchability>;
 using IaBceElement = KnownScoredElement<ScoredLoss::kIaBce>;
 
-// Calls f with the formula of the loss. With hard targets the quality focal loss is a focal loss, and the matchability
-// loss is the varifocal loss.
+// Calls f with the formula of the loss. For hard targets the quality focal loss equals a focal loss, and the
+// matchability loss equals the varifocal loss.
 template <typename Scalar, typename Function>
 auto with_loss(const SigmoidLossArgs<Scalar>& args, bool hard, Function f) {
   const SigmoidLoss loss = args.loss_kind;
@@ -201,7 +201,7 @@ auto with_loss(const SigmoidLossArgs<Scalar>& args, bool hard, Function f) {
   return f(FocalElement{});
 }
 
-// Calls f<targets, powers> for the combinations that the formula has.
+// Calls f<targets, powers> for the combinations that the formula supports.
 template <typename Loss, typename Function>
 void with_variant(Targets targets, Powers powers, Function f) {
   const auto with_powers = [&](auto known) {
@@ -240,7 +240,7 @@ void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<compute_t
   });
 }
 
-// Computes a tile with compute(view, n, to). For labels of some losses, the elements of target 1 are then computed
+// Computes a tile with compute(view, n, to). With labels of some losses, it then computes the elements of target 1
 // again.
 template <typename Scalar, typename Compute>
 void compute_tile(TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, int64_t n, compute_t<Scalar>* to,

@@ -15,7 +15,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// Whether all targets are 0 or 1. t^2 - t is 0 only for these, however it is rounded, and never -0.
+// Whether all targets are 0 or 1. Only then is t^2 - t 0 (never -0), for every rounding.
 template <typename Bits, typename Real>
 FK_VECTOR_CLONES bool all_hard_of_real(const Real* target, int64_t n) {
   Bits found = 0;
@@ -29,8 +29,8 @@ FK_VECTOR_CLONES bool all_hard_of_real(const Real* target, int64_t n) {
   return found == 0;
 }
 
-// all_hard for 16-bit floats, by their bits: two instructions per vector instead of conversions. A bit pattern of 0 or
-// 1 changes value between neighbouring bits nowhere, or exactly at both ends of the set bits of 1.
+// all_hard for 16-bit floats, by their bits: two instructions per vector instead of conversions. In the bits of 0, no
+// two neighbours differ. In those of 1, neighbours differ only at the two ends of the run of set bits.
 template <typename Stored, typename Bits, int kMantissaBits>
 FK_VECTOR_CLONES bool all_hard_of_bits(const Stored* target, int64_t n) {
   Bits changes = 0, set = 0;
@@ -78,7 +78,7 @@ FK_VECTOR_CLONES void multiply(Real by, int64_t n, Real* product) {
   for (int64_t i = 0; i < n; ++i) product[i] *= by;
 }
 
-// A scale of 0 stays 0, even for an infinite or NaN upstream gradient.
+// A scale of 0 stays 0, even if the upstream gradient is infinite or NaN.
 template <typename Real>
 FK_VECTOR_CLONES void multiply(const Real* by, int64_t n, Real* scale) {
 #pragma omp simd
@@ -96,7 +96,7 @@ class TileReader {
  public:
   using Real = compute_t<Scalar>;
 
-  // Fills the parameters that are one number for all elements. `sign_of_one` is the sign of TileView::one; `grad_loss`
+  // Fills the parameters that are one number for all elements. `sign_of_one` is the sign of TileView::one. `grad_loss`
   // is null in the forward pass.
   TileReader(const SigmoidLossArgs<Scalar>& args, Real factor, Real sign_of_one, const Operand* grad_loss)
       : args_(args),
@@ -127,7 +127,7 @@ class TileReader {
     return args_.gamma.value == 2 ? Powers::kSquare : Powers::kSmall;
   }
 
-  // Leaves out the logits, because the look-up needs them in their own type.
+  // The logits are not read here: the look-up needs them in their own type.
   TileView<Real> view(int64_t begin, int64_t end) {
     const int64_t n = end - begin;
     TileView<Real> view{};
@@ -190,7 +190,8 @@ class TileReader {
   }
 
   const TileLabels& labels() const { return labels_; }
-  // True if changing sign and weight does not turn the loss of target 0 into that of target 1.
+  // Whether elements of target 1 need a second computation: changing sign and weight does not turn their loss into that
+  // of target 0.
   bool computes_ones_again() const {
     return args_.loss_kind == SigmoidLoss::kAsymmetric || is_scored(args_.loss_kind) || args_.scores.data != nullptr;
   }
@@ -222,7 +223,7 @@ class TileReader {
     return view;
   }
 
-  // Shares for formulas that read the target.
+  // Writes shares for formulas that read the target.
   void write_shares(int64_t n) {
     fill(Real(0), n, target_);
     for (int64_t k = 0; k < labels_.ones; ++k) {
@@ -231,7 +232,7 @@ class TileReader {
     }
   }
 
-  // Logits of ignored labels contribute 0, even where they are NaN.
+  // Elements of ignored labels contribute 0, even where their logits are NaN.
   template <typename Result>
   void clear_ignored(Result* results) const {
     for (int64_t k = 0; k < labels_.ignored_runs; ++k) {
@@ -263,7 +264,7 @@ class TileReader {
     view->targets = hard ? Targets::kHard : Targets::kSoft;
   }
 
-  // At the ones of the tile, sets the logit's sign to -1 and the weight to a one's weight; flip = false undoes it.
+  // At the ones of the tile, sets the logit's sign to -1 and the weight to that of a one; flip = false undoes it.
   void flip_ones(bool flip) {
     if (are_flipped_ == flip) return;
     are_flipped_ = flip;
@@ -294,11 +295,11 @@ class TileReader {
   }
 
   const SigmoidLossArgs<Scalar>& args_;
-  Real factor_;  // of every scale
+  Real factor_;  // factor of every scale
   Real sign_of_one_;
   const Operand* grad_loss_;  // null if it is one number
   bool has_numbers_;          // TileView::one and zero are each one number
-  bool are_flipped_ = false;  // whether signs_ and zero_ hold the flipped ones of labels_
+  bool are_flipped_ = false;  // whether signs_ and zero_ are set for the ones of labels_
   TileLabels labels_;
   struct Ones {
     Real input[kTile], target[kTile], gamma[kTile], second[kTile], scale[kTile], one[kTile];

@@ -1,18 +1,18 @@
-// Run-time dispatch over vector widths: a function marked FK_VECTOR_CLONES is compiled for SSE2, AVX2 + FMA and
-// AVX-512, and the loader picks the widest that the machine has. Lambdas and called functions are not cloned: mark the
+// Run-time dispatch over vector widths. A function marked FK_VECTOR_CLONES is compiled for SSE2, AVX2 + FMA and
+// AVX-512; the loader picks the widest that the machine supports. Lambdas and called functions are not cloned: mark the
 // plain function that holds the loop, and make everything inside it always-inline.
 //
-// Shuffles between rows have hand-written AVX-512 code, and a loop for all other processors: a function marked
-// FK_AVX512 is called where has_avx512() returns true, and exists where FK_HAS_AVX512_CODE is defined.
+// Shuffles between rows have hand-written AVX-512 code, and a loop for all other processors. A function marked
+// FK_AVX512 exists where FK_HAS_AVX512_CODE is defined; call it only where has_avx512() returns true.
 //
 // Code with vector types (gnu::vector_size) must know their width: run_in_widest<Body>(arguments...) calls
-// Body::run<bytes>(arguments...) for the widest that the machine has.
+// Body::run<bytes>(arguments...) with the widest that the machine supports.
 #pragma once
 
 #include <cstdlib>  // defines __GLIBC__
 
-// Without clones (musl has no ifunc, clang spells the architectures differently, g++ before 12 selects the wrong one) a
-// kernel is compiled once, for the processor of the compiler's flags.
+// Without clones (musl has no ifunc, clang names the architectures differently, g++ before 12 selects the wrong one), a
+// kernel is compiled once, for the processor that the compiler flags name.
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__)
 #define FK_VECTOR_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #define FK_AVX2 __attribute__((target("arch=x86-64-v3")))

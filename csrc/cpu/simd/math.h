@@ -1,4 +1,4 @@
-// Elementary functions for the loops over rows: as in math/portable.h, in fewer instructions, for narrower domains.
+// Elementary functions for the loops over rows: those of math/portable.h with fewer instructions, for narrower domains.
 // The exponential also takes vectors (gnu::vector_size).
 #pragma once
 
@@ -17,7 +17,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// The type of a vector's lanes, and an integer of the same width. A number is one lane.
+// The type of a vector's lanes, and an integer of the same width. A plain number is its own lane.
 template <typename Real, bool = std::is_floating_point_v<Real>>
 struct Lane {
   using type = Real;
@@ -29,15 +29,15 @@ struct Lane<Vector, false> {
   using Bits = decltype(std::declval<Vector>() < std::declval<Vector>());
 };
 
-// Below this x, e^x is negligible against 1 and counts as 0: its power of two has the biased exponent 0. By the tables
-// below, it is 0 only at x = -127 ln 2, to half a step.
+// Below this x, e^x is negligible against 1 and counts as 0: its power of two has the biased exponent 0.
+// exponential_by_table gives 0 only near x = -127 ln 2, within half a step of its table.
 template <typename Real>
 constexpr Real kExpZero = static_cast<Real>(sizeof(Real) == sizeof(float) ? -88.03 : -709);
 
 template <typename Real>
 struct ScaledExponential {
   Real mantissa;  // in [sqrt(1/2), sqrt(2)]
-  Real scale;     // a power of two or, with a table, of its root; anything down to 0 below 2^-126
+  Real scale;     // a power of two or, with a table, a power of its root; anything down to 0 below 2^-126
 };
 
 // x = n ln 2 + r with |r| <= ln(2)/2, for a number or a vector, x in [kExpZero, -kExpZero]. At kExpZero the scale is 0.
@@ -83,10 +83,10 @@ FK_HOST_DEVICE ReducedPower<Real> reduced_power(const Real& x) {
 }
 
 #ifdef FK_HAS_AVX512_CODE
-// A register of 8 or 16 floats holds a table of the roots 2^(k / lanes), which one instruction looks up. Then x = m
-// ln(2) / lanes + r, and r is so small that a polynomial of third degree suffices: four multiply-adds less. Its error
-// is 1.6e-9 with 16 lanes and 2.6e-8 with 8. Rounding ln(2) to one float adds 2.7e-9 |x|, a twentieth of the error that
-// rounding x itself causes. x - m ln(2) / lanes must be one fused multiply-add.
+// A register of 8 or 16 floats holds a table of the roots 2^(k / lanes), which one instruction looks up. With x = m
+// ln(2) / lanes + r, r is so small that a polynomial of degree three suffices, which saves four multiply-adds. Its
+// error is 1.6e-9 with 16 lanes and 2.6e-8 with 8. Rounding ln(2) to one float adds 2.7e-9 |x|, a twentieth of the
+// error that rounding x itself causes. x - m ln(2) / lanes must be one fused multiply-add.
 template <int lanes>
 struct RootsOfTwo;
 template <>
@@ -109,7 +109,7 @@ struct RootsOfTwo<8> {
 template <typename Reals>
 FK_HOST_DEVICE ScaledExponential<Reals> exponential_by_table(const Reals& x) {
   using Roots = RootsOfTwo<sizeof(Reals) / sizeof(float)>;
-  using Bits = simd_t<uint32_t, sizeof(Reals) / sizeof(float)>;  // whose sums wrap
+  using Bits = simd_t<uint32_t, sizeof(Reals) / sizeof(float)>;  // unsigned: sums wrap
   constexpr float kRoundToInt = detail::Format<float>::kRoundToInt;
   constexpr float kStepsToZero = kExpZero<float> * Roots::kPerLn2 + 127 * (1 << Roots::kBits);
   static_assert(kStepsToZero > -0.5f && kStepsToZero < 0.5f);
@@ -119,7 +119,7 @@ FK_HOST_DEVICE ScaledExponential<Reals> exponential_by_table(const Reals& x) {
   Bits table, bits;
   __builtin_memcpy(&table, Roots::kTable, sizeof(table));
   __builtin_memcpy(&bits, &shifted, sizeof(bits));
-  // The lowest bits select the root, the others are the exponent.
+  // The lowest bits select the root; the others are the exponent.
   bits = __builtin_shuffle(table, bits) + (bits << (detail::Format<float>::kMantissaBits - Roots::kBits));
   Reals scale;
   __builtin_memcpy(&scale, &bits, sizeof(scale));
@@ -128,12 +128,12 @@ FK_HOST_DEVICE ScaledExponential<Reals> exponential_by_table(const Reals& x) {
 }
 #endif
 
-// e^x as two factors, for the same x. Other x give arbitrary numbers, NaN a NaN mantissa. Slightly above kExpZero,
-// where e^x is denormal, the result may be smaller, down to 0.
+// e^x as two factors, for x in the same range. Other x give arbitrary numbers; NaN gives a NaN mantissa. Slightly above
+// kExpZero, where e^x is denormal, the result may be too small, down to 0.
 template <typename Real>
 FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
 #ifdef FK_HAS_AVX512_CODE
-  // Such wide vectors occur only on processors that have them.
+  // Vectors of this width occur only on processors with AVX-512.
   constexpr bool is_wide = sizeof(Real) == 32 || sizeof(Real) == 64;
   if constexpr (is_wide && std::is_same_v<typename Lane<Real>::type, float>) return exponential_by_table(x);
 #endif
@@ -142,7 +142,7 @@ FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
   return {kOne + power.r * (kOne + power.r * power.tail), power.scale};
 }
 
-// e^-fall, which is 0 from `most` on. With kMayRise the fall may also be negative; it is cut off at -most.
+// e^-fall, which is 0 where fall >= `most`. With kMayRise the fall may also be negative; it is clamped to -most.
 template <bool kMayRise = false, typename Reals>
 FK_HOST_DEVICE ScaledExponential<Reals> exponential_of_fall(const Reals& fall, const Reals& most) {
   const Reals bounded = fall > most ? most : fall;
@@ -154,7 +154,7 @@ FK_HOST_DEVICE ScaledExponential<Reals> exponential_of_fall(const Reals& fall, c
 }
 
 // log(2^n (1 + f)) for 1 + f in [sqrt(1/2), sqrt(2)]. For float: no division, error 8e-9 plus the last rounding.
-// `power` is n in the bits of the exponent, that is n times a power of two, which the constants divide out.
+// `power` is n shifted to the bits of the exponent; the constants divide this factor out.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_parts(Real f, typename detail::Format<Real>::Int power) {
   using F = detail::Format<Real>;
@@ -172,7 +172,7 @@ FK_HOST_DEVICE Real log_of_parts(Real f, typename detail::Format<Real>::Int powe
     const float tail = (f * f) * (f * q - 0.5f) + n * (F::kLn2Lo * 0x1p-23f);
     return n * (F::kLn2Hi * 0x1p-23f) + (f + tail);
   } else {
-    // Before AVX-512 no instruction converts these integers; adding their bits to a float does.
+    // Before AVX-512 no instruction converts these integers; adding their bits to a float converts them.
     const Real n =
         bit_cast<Real>((power >> F::kMantissaBits) + bit_cast<decltype(power)>(F::kRoundToInt)) - F::kRoundToInt;
     const Real s = f / (Real(2) + f);
@@ -184,7 +184,7 @@ FK_HOST_DEVICE Real log_of_parts(Real f, typename detail::Format<Real>::Int powe
 }
 
 // log(a + b) for a sum below 2^126, corrected for the rounding of the sum if a >= |b|. NaN stays NaN. For a denormal
-// sum the error is up to 4e-5; for 0 the result is some number below kExpZero; negative sums are not allowed.
+// sum the error is up to 4e-5; for 0 the result is some number below kExpZero. Negative sums are not allowed.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_sum(Real a, Real b) {
   using F = detail::Format<Real>;
@@ -199,7 +199,7 @@ FK_HOST_DEVICE Real log_of_sum(Real a, Real b) {
   return log_of_parts(f, static_cast<Int>(power));
 }
 
-// log_of_sum for a = 1 or b = 0: log in some lanes, log1p in others. -inf at 0.
+// log_of_sum for a = 1 or b = 0: log1p in some lanes, log in others. -inf at 0.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_unit_sum(Real a, Real b) {
   const Real result = log_of_sum(a, b);

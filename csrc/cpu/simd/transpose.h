@@ -3,8 +3,8 @@
 //   to_columns  in [n_rows, classes] of Scalar  -> out [classes, stride] of compute_t<Scalar>
 //   to_rows     in [classes, stride] of compute_t<Scalar> -> out [n_rows, classes] of Scalar
 //
-// 4 x 4 blocks fit any vector unit. AVX-512 transposes sixteen rows together, four words of each at a time. Two
-// half-precision numbers are one word; they are converted in registers.
+// 4 x 4 blocks fit any vector unit. AVX-512 transposes sixteen rows together, four 32-bit words of each at a time. Two
+// half-precision numbers form one word and are converted in registers.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,8 @@ constexpr int64_t wide_classes(int64_t scalar_size) { return 16 / scalar_size; }
 
 namespace {
 
-// in [n_rows, in_stride] -> out [n_columns, out_stride]. The last 4 x 4 blocks overlap their neighbours. Needs at least
-// four rows and columns.
+// in [n_rows, in_stride] -> out [n_columns, out_stride]. The last 4 x 4 blocks overlap the previous ones. At least four
+// rows and columns are required.
 template <typename Scalar>
 FK_HOST_DEVICE void transpose_by_four(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t n_columns,
                                       Scalar* out, int64_t out_stride) {
@@ -46,7 +46,7 @@ FK_HOST_DEVICE void transpose_by_four(const Scalar* in, int64_t in_stride, int64
 
 #ifdef FK_HAS_AVX512_CODE
 
-// Transposes the 4 x 4 block in each quarter of the registers. Applied twice it does nothing.
+// Transposes the 4 x 4 block in each quarter of the registers. Applying it twice restores the input.
 FK_AVX512 inline __attribute__((always_inline)) void transpose_quarters(__m512i (&v)[4]) {
   const __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
   const __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
@@ -56,8 +56,8 @@ FK_AVX512 inline __attribute__((always_inline)) void transpose_quarters(__m512i 
   v[3] = _mm512_unpackhi_epi64(high01, high23);
 }
 
-// Loads and stores four words of each of sixteen rows. Two base addresses and four strides reach all rows by addressing
-// modes.
+// Loads and stores four words of each of sixteen rows. Two base addresses and four strides address all rows without
+// extra instructions.
 template <typename Scalar>
 class RowsOfSixteen {
  public:
@@ -104,7 +104,7 @@ class RowsOfSixteen {
   }
   FK_AVX512 static inline __attribute__((always_inline)) void split(__m512i v, char* a, char* b, char* c, char* d) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(a), _mm512_castsi512_si128(v));
-    // 64-bit words, because only for these gcc stores in the extracting instruction.
+    // 64-bit words: only for these does gcc store in the extracting instruction.
     _mm_storeu_si128(reinterpret_cast<__m128i*>(b), _mm512_extracti64x2_epi64(v, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(c), _mm512_extracti64x2_epi64(v, 2));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(d), _mm512_extracti64x2_epi64(v, 3));
@@ -128,8 +128,8 @@ struct Pair<BFloat16> {
     *first = _mm512_slli_epi32(v, 16);
     *second = _mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
   }
-  // As in Store<BFloat16>: the processor's own conversion would flush denormal numbers to 0. NaN is replaced by a quiet
-  // one, because the rounding would turn some NaNs into numbers.
+  // As in Store<BFloat16>: the processor's own conversion would flush denormal numbers to 0. A quiet NaN replaces every
+  // NaN, because rounding would turn some NaNs into numbers.
   FK_AVX512 static inline __attribute__((always_inline)) __m512i rounded(__m512i bits) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
@@ -179,7 +179,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m512 gathered(const Scalar* fr
 template <typename Scalar>
 constexpr int64_t kWideClasses = wide_classes(sizeof(Scalar));
 
-// The last words of a row and the last rows overlap their neighbours.
+// The last words of a row and the last rows overlap the previous ones.
 template <int64_t kStride, typename Scalar>
 FK_AVX512 void wide_to_columns(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t classes, float* out) {
   constexpr int64_t width = kWideClasses<Scalar>;
@@ -240,7 +240,7 @@ FK_AVX512 void wide_to_rows(const float* in, int64_t n_rows, int64_t classes, Sc
 
 constexpr int64_t kTransposedClasses = 32;  // half-precision classes at a time
 
-// Takes whole blocks that overlap, if the row has enough classes.
+// Transposes whole blocks, which overlap at the end, if the row has enough classes.
 template <int64_t kStride, typename Scalar>
 FK_VECTOR_CLONES void narrow_to_columns(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t classes,
                                         float* out) {

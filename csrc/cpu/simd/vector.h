@@ -24,8 +24,8 @@
 namespace focalkern::cpu {
 namespace {
 
-// n numbers as one vector. Compilers keep it in registers, but may keep an array in memory. A vector wider than a
-// register is kept in memory.
+// n numbers as one vector. Compilers keep a vector in registers, but may keep an array in memory. A vector wider than a
+// register stays in memory.
 template <typename Number, int64_t n>
 struct VectorOf {
   using type [[gnu::vector_size(n * sizeof(Number))]] = Number;
@@ -33,11 +33,12 @@ struct VectorOf {
 template <typename Number, int64_t n>
 using simd_t = typename VectorOf<Number, n>::type;
 
-// A vector of this many bytes, of compute_t<Scalar>.
+// The number of lanes of compute_t<Scalar> in a vector of this many bytes.
 template <int64_t bytes, typename Scalar>
 constexpr int64_t kLanesOf = bytes / static_cast<int64_t>(sizeof(compute_t<Scalar>));
 
-// load_as_compute and Store for vectors. They compare floats: gcc splits a != of integers into one comparison per lane.
+// lanes_cast, and loads and stores that convert as load_as_compute and Store do. They compare floats: gcc splits a !=
+// of integers into one comparison per lane.
 template <typename To, typename From>
 FK_HOST_DEVICE To lanes_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -46,7 +47,7 @@ FK_HOST_DEVICE To lanes_cast(const From& from) {
   return to;
 }
 
-// Transposes 4 x 4 blocks. Applied twice it does nothing.
+// Transposes 4 x 4 blocks. Applying it twice restores the input.
 template <typename Four>
 FK_HOST_DEVICE void transpose_4x4(Four (&v)[4]) {
 #ifdef FK_HAS_SHUFFLEVECTOR
@@ -136,7 +137,8 @@ template <typename Int>
 constexpr Int kFirst[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                             16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
-// The first lane in every lane. With a sum of zeros instead, gcc may store each lane after a selection.
+// Copies the first lane to every lane. Adding to a vector of zeros instead may make gcc store each lane after a
+// selection.
 template <typename Vector, size_t... index>
 FK_HOST_DEVICE Vector spread_first(const Vector& v, std::index_sequence<index...>) {
 #ifdef FK_HAS_SHUFFLEVECTOR
@@ -152,8 +154,8 @@ FK_HOST_DEVICE Vector spread(Number number) {
   return spread_first(v, std::make_index_sequence<sizeof(Vector) / sizeof(Number)>());
 }
 
-// A group of adjacent classes, in vectors of n numbers of the compute type. bfloat16 has two vectors, the even and the
-// odd classes: one instruction makes a float of either half of a word.
+// A group of adjacent classes, in vectors of n numbers of the compute type. bfloat16 has two vectors, of the even and
+// of the odd classes: one instruction converts either half of a word to float.
 template <typename Scalar, int64_t n>
 struct ClassGroup {
   static constexpr bool kIsPairs = std::is_same_v<Scalar, BFloat16> && std::endian::native == std::endian::little;
@@ -180,7 +182,7 @@ struct ClassGroup {
     }
   }
 
-  // A NaN must be a quiet one, so that rounding keeps it a NaN.
+  // Every NaN must be the quiet one: rounding could turn another NaN into a number.
   static FK_HOST_DEVICE void store(const Reals (&v)[kVectors], Scalar* to) {
     if constexpr (kVectors == 1) {
       store_simd(v[0], to);
@@ -201,7 +203,7 @@ struct ClassGroup {
   }
 };
 
-// Reduces the lanes by halves. A lane-by-lane reduction takes longer than a short row.
+// Reduces the lanes by halving. A lane-by-lane reduction takes longer than a short row.
 template <typename Vector, typename Combine>
 FK_HOST_DEVICE auto fold_lanes(const Vector& lanes, Combine combine);
 
