@@ -39,7 +39,7 @@ The contents, by purpose::
         spline_calibration_map
         calibration_grid (gives a CalibrationGrid), CalibrationGridState, PAPER_GAMMAS, PAPER_TEMPERATURES
 
-    Besides
+    Other
         reference    every operator in plain torch
         losses       the modules again, and what their options mean
         focalkern.integrations.torchmetrics, focalkern.files
@@ -54,7 +54,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if importlib.util.find_spec("torch") is None:  # installed with --no-deps
-    raise ImportError("focalkern needs torch, and there is none: pip install torch")
+    raise ImportError("focalkern needs torch, which is not installed: pip install torch")
 
 from focalkern import bootstrap, losses, metrics, reference
 from focalkern._version import __version__ as __version__

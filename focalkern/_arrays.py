@@ -1,4 +1,4 @@
-"""Arrays instead of tensors: NumPy converts arguments that are not tensors, and the results are then NumPy arrays."""
+"""NumPy arrays as arguments: NumPy converts arguments that are not tensors, and the results are then NumPy arrays."""
 
 import functools
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
     CPU.
 
     Raises:
-        TypeError: nothing that NumPy makes an array of numbers of; ``what`` names the operator and the argument.
-        ValueError: a frame with columns that may be no classes.
+        TypeError: NumPy cannot make an array of numbers of it; ``what`` names the operator and the argument.
+        ValueError: a frame with columns that may not be classes.
     """
     if isinstance(values, Tensor):
         if values.is_nested or values.layout != torch.strided or values.is_quantized:
@@ -47,9 +47,9 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
         values = values.to_numpy()[:, places]
     try:
         array = np.asarray(values, order="C")
-        # torch has no other byte order than the machine's.
+        # torch supports only the machine's byte order.
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
-        # torch warns about memory that it could write to and must not.
+        # torch warns about read-only memory, because a tensor could write to it.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except Exception as error:  # objects, text, dates; rows of several lengths
         found = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
@@ -74,7 +74,7 @@ def as_array(result: Any) -> Any:
 
 
 def with_tensors(result: R) -> R:
-    """The inverse of as_arrays, for code that computes with a dataclass of results."""
+    """The inverse of as_array, for code that computes with a dataclass of results."""
     if isinstance(result, np.ndarray):
         converted: Any = torch.from_numpy(result)
     elif isinstance(result, dict):

@@ -41,8 +41,8 @@ def write_together(folder: str | os.PathLike[str], files: Mapping[str, bytes]) -
 def opened_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A stream whose bytes become ``path`` at the end of the block, all of them or none.
 
-    They go to a new file in the same folder, are flushed to the disk, and take the place of ``path`` in one step of the
-    file system. On any error the new file is removed and ``path`` stays unchanged.
+    The bytes go to a new file in the same folder, are flushed to the disk, and replace ``path`` in one atomic rename.
+    On any error the new file is removed and ``path`` stays unchanged.
 
     Args:
         path: the file to write; for a symbolic link, its target is replaced.
@@ -76,7 +76,7 @@ def _name_of_partial(path: str | os.PathLike[str]) -> Path:
         raise IsADirectoryError(f"{path} is a folder")
     if not final.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-    if final.exists() and not os.access(final, os.W_OK):  # read-only, although its folder would allow to replace it
+    if final.exists() and not os.access(final, os.W_OK):  # the file is read-only; its folder would permit to replace it
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
     return final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
 

@@ -59,7 +59,7 @@ def short(value: object) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether float() accepts its type, strings excluded."""
+    """Whether float() accepts a value of this type; False for strings."""
     kind = type(value)
     return not isinstance(value, str | bytes | np.ndarray) and (
         hasattr(kind, "__float__") or hasattr(kind, "__index__")
@@ -96,15 +96,15 @@ def integer(
 
 
 def label(op: str, name: str, value: Any, or_none: str = "") -> int:
-    """A label, which fits into int64."""
+    """A label as an int within the range of int64."""
     return integer(op, name, value, -(2**63), 2**63 - 1, or_none)
 
 
 def parsed_float(text: str) -> float:
-    """The number that a text writes in ASCII digits. float() also reads 1_0 as 10, and the digits of other scripts.
+    """The number written in ASCII digits. Unlike float(), it refuses underscores (1_0) and the digits of other scripts.
 
     Raises:
-        ValueError: it writes none.
+        ValueError: the text is not such a number.
     """
     text = text.strip()
     if "_" in text or not text.isascii():
@@ -113,7 +113,7 @@ def parsed_float(text: str) -> float:
 
 
 def parsed_int(text: str) -> int:
-    """The whole number that a text writes; see :func:`parsed_float`."""
+    """The integer written in ASCII digits; see :func:`parsed_float`."""
     text = text.strip()
     if "_" in text or not text.isascii():
         raise ValueError(f"invalid literal for int(): {text!r}")
@@ -133,13 +133,13 @@ def flag(op: str, name: str, value: Any) -> bool:
 
 
 def one_of(op: str, name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises unless it is one of these words."""
+    """Raises unless the value is one of the known words."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{op}: {name} must be one of {', '.join(known)}, got {short(value)}")
 
 
 def path_text(op: str, name: str, value: Any) -> str:
-    """A path as text. (open() takes a number for a file that is open already.)"""
+    """A path as text. Numbers are refused, because open() would read them as file descriptors."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{op}: {name} must be a path, got {type(value).__name__}")
     text = os.fspath(value)
@@ -159,7 +159,7 @@ def dense(op: str, name: str, value: Tensor) -> Tensor:
 
 
 def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int) -> None:
-    """Raises unless every label is in [0, n_classes) or ignore_index. It reads the labels, and so waits for a device.
+    """Raises unless every label is in [0, n_classes) or ignore_index. It reads the labels, which synchronises a device.
 
     Raises:
         IndexError: names the first label out of range and its row (the index into the flattened target).
@@ -198,9 +198,9 @@ def target_misfit(op: str, input: Tensor, target: Tensor, input_name: str = "inp
 
 
 def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
-    """An error of torch or of the compiled module that names no argument, as one that does.
+    """Turns an error of torch or of the compiled module that names no argument into one that names it.
 
-    It is called only after an error, so that rare faults cost nothing in the usual case.
+    It is called only after an error, so that calls without errors do not pay for these checks.
     """
     if isinstance(error, ValueError | IndexError) and f"{op}: target must be" in str(error):
         input, target = arguments["input"], arguments["target"]

@@ -1,4 +1,4 @@
-"""The columns of a table that are classes, in their order; a column that may be no class raises."""
+"""Finds the columns of a table that are classes, and their order; raises for a column that may not be a class."""
 
 import fnmatch
 import re
@@ -28,7 +28,7 @@ class ClassColumns:
     Attributes:
         places: positions of class 0, 1, ... among all columns.
         names: names of these columns.
-        numbers: what their names end in, consecutive from 0 or 1; None if they are not numbered.
+        numbers: the numbers at the end of their names, consecutive from 0 or 1; None if they are not numbered.
         prefix: the text before the numbers.
     """
 
@@ -41,16 +41,16 @@ class ClassColumns:
 def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColumns:
     """The columns of the classes, without the columns of labels.
 
-    Columns that are numbers, or share a prefix and end in a number, are the classes in the order of the numbers; others
-    in the order of the table, and then none may have a name that classes do not have, such as ``id`` or ``pred``.
+    Columns whose names are numbers, or share a prefix and end in a number, are the classes in the order of the numbers.
+    Other columns are the classes in the order of the table; a name such as ``id`` or ``pred`` then raises.
 
     Args:
         names: names of all columns except the labels.
-        pattern: names of the classes, with ``*`` and ``?``. It decides which they are, and not in which order.
+        pattern: selects the columns of the classes by name, with ``*`` and ``?``. It does not decide their order.
 
     Raises:
-        ColumnsError: additional columns next to the numbered ones, or with names that no class has; gaps in the
-            numbers; repeated names; a pattern without a match.
+        ColumnsError: other columns next to the numbered ones; names such as ``id``; gaps in the numbers; repeated
+            names; a pattern without a match.
     """
     places = list(range(len(names)))
     if pattern is not None:

@@ -34,7 +34,8 @@ def is_host_number(parameter: Tensor) -> bool:
 
 
 def as_parameter(parameter: Tensor, like: Tensor) -> Tensor:
-    """In the dtype and on the device of ``like``. A number on the host stays there: a copy waits for the device."""
+    """The parameter in the dtype and on the device of ``like``. A host number stays there: copying it would
+    synchronise the device."""
     return parameter.to(like.dtype) if is_host_number(parameter) else parameter.to(like)
 
 

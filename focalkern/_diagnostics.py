@@ -39,9 +39,9 @@ def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
     """Raises if the input kind was not given and the logits look like probabilities.
 
     Args:
-        op: what raises.
+        op: function that the error names.
         logits: [N, C].
-        name: name of the argument.
+        name: argument that the error names.
     """
     if len(logits) < 2 or not looks_like_probs(logits):  # a single row may look like anything
         return
@@ -93,7 +93,7 @@ def _are_one_hot(input: Tensor) -> bool:
 
 
 def input_notes(logits: Tensor) -> list[str]:
-    """Notes on logits that are no error."""
+    """Notes on logits that are unusual but valid."""
     if not _are_log_probabilities(logits):
         return []
     return [
@@ -185,13 +185,14 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
 
 
 def _clearly_more(other: Tensor, own: Tensor) -> bool:
-    """A sign test on the rows where the two differ."""
+    """Sign test on the rows where exactly one of the two is correct: whether ``other`` is significantly more often."""
     more, less = int((other & ~own).sum()), int((own & ~other).sum())
     return more - less > _CERTAIN * math.sqrt(more + less)
 
 
 def _other_order(top: Tensor, labels: Tensor, n_classes: int, right: int) -> float | None:
-    """The accuracy if each label were the most frequent prediction of its rows; None if that is no evidence."""
+    """The accuracy if the columns were reordered, each class to the most frequent prediction of its rows; None if this
+    is no evidence of another order."""
     n_rows = len(labels)
     if n_rows < 20 * n_classes or n_classes > 4096 or right > 0.5 * n_rows:
         return None
@@ -217,7 +218,7 @@ def _informative(input: Tensor, labels: Tensor) -> bool:
         apart -= apart.mean(-1, keepdim=True)
         scores.append(torch.stack([apart.gather(1, of_block.unsqueeze(1)).squeeze(1), apart @ shares]))
     own, any_other = torch.cat(scores, 1)
-    # Minus the mean of each class: a class with high logits in every row is no evidence.
+    # Subtract the mean of each class: a class with high logits in every row is no evidence.
     mean_of_class = torch.zeros(n_classes, dtype=torch.float64, device=input.device)
     for block, low in zip(input.split(size), lowest.split(size), strict=True):
         apart = torch.maximum(block, low).double()

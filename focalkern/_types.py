@@ -48,7 +48,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
 LABELS = (torch.int64, torch.int32, torch.uint8)
 
-# Tensors whose operators nothing overrides.
+# Tensor classes that do not override torch's operators.
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 # psi = -p log p / (1 + p) is at most W(1/e) = 0.27846: the inverse focal loss falls with p everywhere while
@@ -57,5 +57,5 @@ STEEPEST_INVERSE_GAMMA = -3.591
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which logits of a dtype are computed with: float64 for float64, float32 for everything narrower."""
+    """The dtype of computations with logits of a dtype: float64 for float64, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32

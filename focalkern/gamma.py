@@ -17,15 +17,13 @@ class GammaTable:
 
     .. math:: \gamma(p) = \text{gammas}[b], \quad \text{edges}[b] \le p < \text{edges}[b + 1]
 
-    The first and the last bin are open-ended: ``edges[0]`` and ``edges[-1]`` are carried along, because that is how
-    bins are written down everywhere, and are never compared with p. Equal neighbouring edges make an empty bin. Edges
-    are rounded to the dtype in which the loss computes (float32, or float64 for float64 logits) and compared there.
-    Gamma itself is a constant: no gradient flows through the look-up.
+    The first and the last bin are open-ended: the look-up never compares p with ``edges[0]`` and ``edges[-1]``. Equal
+    neighbouring edges make an empty bin. Edges are rounded to the dtype in which the loss computes (float32, or float64
+    for float64 logits). Gamma is a constant: no gradient flows through the look-up.
 
-    A p that equals an edge in exact arithmetic is rounded before it is compared, as any p: two equal logits have
-    p = 0.5, give or take its last digit, and take the gamma on one side of an edge at 0.5 or on the other. The same
-    device always takes the same; the CPU, a GPU and plain torch may differ there. An edge between such values, 0.499
-    rather than 0.5, avoids this.
+    A p that equals an edge in exact arithmetic may be rounded to either side of it: for two equal logits the computed p
+    is 0.5 up to its last digit, so with an edge at 0.5 the look-up may take either gamma. One device always takes the
+    same bin; the CPU, a GPU and plain torch may differ. An edge at 0.499 instead of 0.5 avoids this.
 
     Args:
         edges: [n_bins + 1] numbers or a 1-D tensor, floating point, ascending (equal neighbours are allowed).
@@ -33,12 +31,12 @@ class GammaTable:
             focal loss, a negative one an inverse focal loss.
 
     Attributes:
-        edges: tensor [n_bins + 1]. Tensors are kept as they were given, so that values written into them in place
-            are seen by the next look-up; numbers become float64.
+        edges: tensor [n_bins + 1]. The table keeps a given tensor itself, so that the next look-up sees values written
+            into it in place; numbers become float64.
         gammas: tensor [n_bins], likewise.
 
     Raises:
-        TypeError: not a floating-point tensor or a sequence of numbers.
+        TypeError: neither a floating-point tensor nor a sequence of numbers.
         ValueError: not one-dimensional; ``len(edges) != len(gammas) + 1``; no bin; edges that descend or are NaN; a
             gamma that is not finite. Values of tensors on other devices than the CPU are not checked, because that
             would synchronise the device.
@@ -91,8 +89,8 @@ class GammaTable:
 
     @classmethod
     def _unchecked(cls, edges: Tensor, gammas: Tensor) -> "GammaTable":
-        """A table over tensors that were checked before, such as a module's buffers. It does not check their values,
-        because that would synchronise the device and break the compiled graph at every training step."""
+        """A table over tensors that were checked before, such as a module's buffers. Their values are not checked
+        again, which would synchronise the device and break the compiled graph at every training step."""
         table = object.__new__(cls)
         table.edges = edges
         table.gammas = gammas
@@ -102,13 +100,13 @@ class GammaTable:
         """The table with both tensors on ``device``, in float32 if the device has no float64.
 
         Args:
-            device: where to.
+            device: the target device.
 
         Returns:
-            A new table, which shares the tensors that need no copy.
+            A new table. It shares the tensors that are already on ``device`` in the right dtype.
 
         Raises:
-            RuntimeError: torch has no such device here.
+            RuntimeError: torch does not have this device.
 
         Example:
             >>> table = fk.FLSD_53.to("cpu")
@@ -119,14 +117,14 @@ class GammaTable:
         return GammaTable(on_device(self.edges, device), on_device(self.gammas, device))
 
     def __eq__(self, other: object) -> bool:
-        """Whether edges and gammas are equal as numbers, in any dtypes. It reads values, and so waits for a device."""
+        """Whether edges and gammas are equal as numbers, in any dtypes. Reading values synchronises a device."""
         if not isinstance(other, GammaTable):
             return NotImplemented
         pairs = ((self.edges, other.edges), (self.gammas, other.gammas))
         return all(torch.equal(one.double().cpu(), two.double().cpu()) for one, two in pairs)
 
     def __hash__(self) -> int:
-        # Values may be written into the tensors; their number stays.
+        # The hash uses only the number of bins, because values may be written into the tensors in place.
         return hash((GammaTable, len(self.gammas)))
 
     def __len__(self) -> int:

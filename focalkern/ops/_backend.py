@@ -1,10 +1,10 @@
 """Chooses between the compiled module and plain torch, and reports the reason and the command that repairs it.
 
 Operators use a compiled module that fits the installed torch, the Python and the device. For another torch
-:mod:`focalkern.stable` has the same kernels behind torch's stable ABI; everywhere else :mod:`focalkern.fallback`
-computes the same, on GPUs with the losses compiled by torch.compile. FOCALKERN_KERNELS=0 takes plain torch always,
-FOCALKERN_KERNELS=compile too, with the losses compiled on every device; FOCALKERN_KERNELS=require makes its use an
-error, and FOCALKERN_KERNELS=stable takes the stable module.
+:mod:`focalkern.stable` has the same kernels behind torch's stable ABI. Otherwise :mod:`focalkern.fallback` computes the
+same in plain torch; on GPUs torch.compile compiles its losses. The environment variable FOCALKERN_KERNELS chooses:
+0 is plain torch, compile is plain torch with the losses compiled on every device, stable is the stable module, and
+require makes the use of plain torch an error.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class _DoesNotFitError(Exception):
 
 
 class _OtherSourcesError(_DoesNotFitError):
-    """The compiled module is loaded, with its operators, and cannot be used."""
+    """The compiled module is loaded and has registered its operators, but was built from other sources."""
 
 
 def _rebuild() -> str:
@@ -47,7 +47,7 @@ def _rebuild() -> str:
 
 
 def rocm() -> str:
-    """``for ROCm (HIP 6.2)`` where torch is such a build, whose GPUs are called cuda too; else nothing."""
+    """``for ROCm (HIP 6.2)`` if torch is a ROCm build (its GPUs are called cuda too), else an empty string."""
     hip = getattr(torch.version, "hip", None)
     return f"for ROCm (HIP {hip})" if hip else ""
 
@@ -62,8 +62,7 @@ def _setting() -> str:
 def _candidates(built_for: ModuleType) -> list[str]:
     """The modules for this torch, the best one first.
 
-    the versions of torch and of the build are compared first, because the loader's own error would be an undefined
-    symbol.
+    The versions of torch and of the build are compared first, because the loader would report only an undefined symbol.
     """
     here = str(torch.__version__)
     if hasattr(built_for, "MODULES"):  # the wheel with a module for every supported torch
@@ -88,12 +87,12 @@ def _candidates(built_for: ModuleType) -> list[str]:
 
 
 def _same_cuda(built_for: ModuleType) -> bool:
-    """The runtime is inside the kernels' library: minor releases of CUDA need not agree."""
+    """Whether the major releases of CUDA agree. The module contains its CUDA runtime, so minor releases may differ."""
     return str(torch.version.cuda).split(".")[0] == str(built_for.CUDA).split(".")[0] != "None"
 
 
 def _built_for_module() -> ModuleType:
-    # Looked for in this folder, because the finder of an editable installation would also find those of another copy.
+    # Search only this folder: the finder of an editable installation would also find the modules of another copy.
     if not (_PACKAGE / "_build_info.py").is_file():
         in_source = (_PACKAGE.parent / "setup.py").is_file()
         lacks = "'s compiled module has not been built" if in_source else " was installed without compiled modules"
@@ -102,7 +101,7 @@ def _built_for_module() -> ModuleType:
 
 
 def _on_gpus(built_for: ModuleType, module: ModuleType, failed: str) -> str:
-    """Why GPUs of this torch have no kernels: a sentence to append, empty where they have some or torch knows none."""
+    """A sentence to append that says why GPUs have no kernels; empty if they have kernels or torch supports no GPUs."""
     if module.build_info()["cuda"] or not (torch.version.cuda or rocm()):
         return ""
     reason = "this build has no CUDA kernels"
@@ -209,9 +208,9 @@ _CUDA: str | None = _built_for.CUDA if _built_for is not None and _module.build_
 # The compiled module has kernels for these; on the meta device it computes shapes.
 _DEVICES = () if _module is None else ("cpu", "cuda", "meta") if _CUDA else ("cpu", "meta")
 _warned = False
-# Not before the compiled module, which owns the name under which operators are registered.
+# Imported after the compiled module, which must be the first to define the operator library focalkern.
 fallback = importlib.import_module("focalkern.fallback")
-# Where torch.compile is known to fuse, unless kernels do; on a CPU a user must ask for it, and wait for its compiler.
+# torch.compile fuses the losses well on these devices. On a CPU its compiler takes seconds, so users must ask for it.
 _GPUS = ("cuda", "xpu")
 if _SETTING == "compile":
     fallback.compile_on((*_GPUS, "cpu", "mps"))
@@ -223,21 +222,21 @@ _composites = fallback.register_composites() if _module is not None else None
 def backend_for(tensor: Tensor) -> Any:
     """The module whose functions compute on this tensor's device: the compiled one, or :mod:`focalkern.fallback`.
 
-    An operator takes its function from here, ``backend_for(input).focal_loss(...)``; the names, arguments and errors of
-    both modules are the same. Under torch.compile an operator with kernels goes through torch.ops instead, and
-    ``has_kernels`` tells; the plain functions are traced directly.
+    An operator calls ``backend_for(input).focal_loss(...)``; both modules have the same names, arguments and errors.
+    Under torch.compile, an operator with kernels (``has_kernels``) is called through torch.ops instead; the functions
+    of the fallback are traced directly.
     """
     return _module if has_kernels(tensor) else fallback
 
 
 def has_kernels(tensor: Tensor) -> bool:
     """Whether the compiled module computes on this tensor's device."""
-    # A device costs as much as all the other checks of a call, and most tensors of small batches are on the CPU.
+    # Reading tensor.device takes as long as all other checks of a call; is_cpu is cheaper.
     return (tensor.is_cpu and "cpu" in _DEVICES) or tensor.device.type in _DEVICES or _say_why(tensor.device.type)
 
 
 def module_or_fallback() -> Any:
-    """For what needs no device."""
+    """The compiled module, else the fallback, for functions without a device."""
     return _module or fallback
 
 
@@ -266,7 +265,8 @@ def _say_why(device_type: str) -> Literal[False]:
     return False
 
 
-# As torch.compiler.assume_constant_result, which would import all of torch.compile: a graph calls it while traced.
+# The mark of torch.compiler.assume_constant_result, whose import would load all of torch.compile: the tracer runs the
+# function and keeps its result.
 _say_why._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -274,13 +274,17 @@ def build_info() -> dict[str, Any]:
     """Whether the compiled kernels are used, the reason, and the targets they were built for.
 
     Returns:
-        ``kernels`` (``"compiled"``; ``"stable"`` for the module behind torch's stable ABI, where none was compiled for
-        this torch; ``"plain torch"`` where none fits or FOCALKERN_KERNELS=0), ``why`` (str), ``torch`` (str, the torch
-        of the build; None without a compiled module), ``cuda`` (str, or None without CUDA kernels), ``arch_list`` (the
-        GPU architectures, as in TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and ``cuda_kernels`` (the names under which
-        torch's dispatcher has kernels of this module), ``torch_compile`` (the devices of this machine on which plain
-        torch is used and torch.compile compiles its losses). Other devices without kernels use plain torch, not
-        compiled.
+        A dict with the keys
+
+        * ``kernels``: ``"compiled"``; ``"stable"`` if no module was compiled for this torch and the module behind
+          torch's stable ABI is used; ``"plain torch"`` if no module fits or FOCALKERN_KERNELS=0;
+        * ``why``: the reason, str;
+        * ``torch``: the torch of the build, str; None without a compiled module;
+        * ``cuda``: the CUDA release of the kernels, str; None without CUDA kernels;
+        * ``arch_list``: the GPU architectures, as in TORCH_CUDA_ARCH_LIST;
+        * ``cpu_kernels`` and ``cuda_kernels``: names of the operators for which torch's dispatcher has kernels;
+        * ``torch_compile``: the devices of this machine on which plain torch is used and torch.compile compiles its
+          losses. Other devices without kernels use plain torch, not compiled.
 
     Example:
         >>> info = fk.build_info()

@@ -1,4 +1,4 @@
-"""Reductions over the ranks of a process group: in place where they run, functional where a graph is traced.
+"""Reductions over the ranks of a process group: in place in eager mode, functional collectives in traced graphs.
 
 ``torch.distributed.all_reduce`` ends a compiled graph; the functional collectives are operators of it. They are
 imported only while a graph is traced.
@@ -14,7 +14,7 @@ __all__ = ["ALONE", "all_gather", "all_reduce", "group_of"]
 
 
 class _Alone:
-    """Replaces a group: this process has all classes, and its reductions are no-ops."""
+    """Stands for a group of one: this process has all classes, and its reductions are no-ops."""
 
     group_name = ""
 
@@ -26,11 +26,11 @@ ALONE = _Alone()
 
 
 def group_of(op: str, group: Any) -> Any:
-    """The group itself; for None the group of all ranks.
+    """``group`` itself; the group of all ranks if it is None.
 
     Raises:
-        RuntimeError: torch.distributed has none.
-        TypeError: it is something else.
+        RuntimeError: ``group`` is None and torch.distributed has no group.
+        TypeError: ``group`` is neither a process group nor None.
     """
     if group is ALONE:
         return group
@@ -42,7 +42,7 @@ def group_of(op: str, group: Any) -> Any:
 
 
 def all_reduce(tensor: Tensor, operation: Literal["sum", "max"], group: Any) -> Tensor:
-    """The sum or maximum over the ranks, in the memory of ``tensor`` outside of graphs."""
+    """The sum or maximum over the ranks. In eager mode it overwrites ``tensor``."""
     if group is ALONE:
         return tensor
     if torch.compiler.is_compiling():

@@ -96,8 +96,8 @@ def linear_loss_over_mesh(
     ignore_index: int,
     reduction: str,
 ) -> Any:
-    """The loss of a head: ``local(input, linear_weight, linear_bias, target, gamma, weight, reduction, group)``, with a
-    group where the head's classes are sharded."""
+    """The loss of a head: ``local(input, linear_weight, linear_bias, target, gamma, weight, reduction, group)``.
+    ``group`` is the group over which the head's classes are sharded, or None."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     reduction_code(op, reduction)
@@ -115,7 +115,7 @@ def linear_loss_over_mesh(
         of_rows.append(placement if rows else Replicate())
         of_head.append(Shard(0) if i == of_classes else Replicate())
         sums.append(Shard(0) if i == of_classes else Partial() if rows else Replicate())
-    # A rank of the head has its part of the input's gradient; the redistribution backwards adds or scatters them.
+    # Each rank of the head has a partial gradient of the input; the backward redistribution sums or scatters them.
     of_input = [Partial() if i == of_classes else placement for i, placement in enumerate(of_rows)]
     x = input.redistribute(placements=of_rows).to_local(grad_placements=of_input)
     w = linear_weight.redistribute(placements=of_head).to_local(grad_placements=sums)
@@ -150,8 +150,8 @@ def loss_of_elements_over_mesh(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """A loss of every logit: ``local(logits, target, parameters, weight, reduction, ignore_index)``. Any dimension may
-    be sharded, also the class dimension."""
+    """A loss of independent logits: ``local(logits, target, parameters, weight, reduction, ignore_index)``. Any
+    dimension may be sharded, also the class dimension."""
     reduction_code(op, reduction)
     class_dim = min(input.dim() - 1, 1)
     input = _settled(input, None, False)
@@ -180,8 +180,8 @@ def loss_of_elements_over_mesh(
 def map_over_mesh(
     local: Callable[..., Tensor], input: Any, class_dim: int | None, parameters: tuple[Parameter, ...]
 ) -> Tensor:
-    """A map of logits or probabilities to the same shape: ``local(logits, parameters)``. Gathers the classes, and
-    shards the result again."""
+    """A map of logits or probabilities to the same shape: ``local(logits, parameters)``. The classes are gathered, and
+    the result is sharded again."""
     given = input.placements
     input = _settled(input, class_dim, False)
     mesh, placements = input.device_mesh, input.placements
@@ -207,7 +207,7 @@ def parameter_over_mesh(parameter: Any, mesh: Any, leading: torch.Size, placemen
             return parameter
         parameter = DTensor.from_local(parameter, mesh, everywhere, run_check=False)
     if parameter.numel() == 1:
-        # One number for all rows: every rank has the gradient of its rows.
+        # One number for all rows: each rank's gradient is a partial sum over its rows.
         sums = [Partial() if placement.is_shard() else placement for placement in placements]
         return parameter.redistribute(placements=everywhere).to_local(grad_placements=sums)
     expanded = parameter.redistribute(placements=everywhere).expand(leading)
@@ -215,7 +215,8 @@ def parameter_over_mesh(parameter: Any, mesh: Any, leading: torch.Size, placemen
 
 
 def _settled(input: Any, class_dim: int | None, keeps_classes: bool) -> Any:
-    """The tensor with placements that are Shard or Replicate; its classes whole, or sharded by one mesh dimension."""
+    """The tensor, redistributed so that placements are Shard or Replicate and at most one mesh dimension shards the
+    classes (none unless ``keeps_classes``)."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements, classes_are_sharded = [], False
@@ -237,7 +238,7 @@ def _without_class(placement: Any, class_dim: int) -> Any:
 
 
 def _local(op: str, name: str, value: Any, mesh: Any, placements: Placements) -> Tensor:
-    """A rank's part of a target. A plain tensor is the same on all ranks, as in torch's ``loss_parallel``."""
+    """A rank's part of a target. A plain tensor counts as replicated, as in torch's ``loss_parallel``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if is_dtensor(value):
@@ -246,14 +247,15 @@ def _local(op: str, name: str, value: Any, mesh: Any, placements: Placements) ->
         return local
     if any(placement.is_shard() for placement in placements):
         raise TypeError(
-            f"{op}: {name} must be a DTensor where the rows of input are sharded, got a plain tensor; of this rank's "
-            f"rows make it by DTensor.from_local({name}, input.device_mesh, {list(placements)})"
+            f"{op}: {name} must be a DTensor where the rows of input are sharded, got a plain tensor; if it holds this "
+            f"rank's rows, pass DTensor.from_local({name}, input.device_mesh, {list(placements)})"
         )
     return value
 
 
 def _labels_of_slice(op: str, labels: Tensor, input: Any, class_dim: int, ignore_index: int) -> Tensor:
-    """Labels among the classes of this rank: another rank's are its background; -100 is ignored."""
+    """Labels within this rank's classes. A label of another rank becomes the background, the number of local classes;
+    ``ignore_index`` becomes -100."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(input.shape, input.device_mesh, input.placements)
@@ -264,13 +266,13 @@ def _labels_of_slice(op: str, labels: Tensor, input: Any, class_dim: int, ignore
         raise IndexError(f"{op}: target must be in [0, {classes}] or ignore_index, got {found}")
     here = labels.long() - offset[class_dim]
     here = torch.where((here >= 0) & (here < shape[class_dim]), here, shape[class_dim])
-    # Out of range, and not ignored: the kernel makes its row NaN.
+    # -1 is out of range and not ignored, so the kernel makes the row NaN.
     return torch.where(labels == ignore_index, -100, torch.where(wrong, -1, here))
 
 
 @contextlib.contextmanager
 def _float32_loss(z: Tensor) -> Any:
-    """The sum that becomes a mean is not rounded to half precision."""
+    """Autocast for half-precision logits, so that the sum behind a mean is float32."""
     if z.dtype in HALVES and not autocast_is_on(z.device.type):
         with torch.autocast(z.device.type, dtype=z.dtype):
             yield
@@ -279,12 +281,12 @@ def _float32_loss(z: Tensor) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """All of a constant, on every rank."""
+    """A constant as a plain tensor with all its elements, on every rank."""
     return value.full_tensor() if is_dtensor(value) else value
 
 
 def _divisor(target: Tensor, rows: int, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The share of this rank's rows in the divisor of the mean."""
+    """This rank's part of the divisor of the mean."""
     if target.is_floating_point():
         return torch.full((), rows, device=target.device)
     counts = target != ignore_index
@@ -306,13 +308,13 @@ def _placed(loss: Tensor, reduction: str, mesh: Any, placements: Placements, lea
 
 
 def _with_stats(loss: Tensor, local: Any, mesh: Any, placements: Placements, leading: torch.Size) -> Any:
-    """The loss with the statistics of the local one, which stay with the rows."""
+    """The loss with the statistics of the local loss, sharded as the rows."""
     placed = (_placed(values, "none", mesh, placements, leading) for values in local.stats)
     return type(local)(loss, type(local.stats)(*placed))
 
 
 def _mean(total: Tensor, divisor: Tensor, z: Tensor, mesh: Any, placements: Placements) -> Tensor:
-    """Sum and divisor of all ranks in one reduction. Over nothing at all: NaN with a gradient of 0."""
+    """The mean; its sum and divisor share one reduction over the ranks. If no row counts: NaN with a gradient of 0."""
     from torch.distributed.tensor import DTensor, Replicate
 
     wide = torch.float64 if has_float64(z.device) else torch.float32

@@ -20,8 +20,8 @@ from focalkern.reference._calibration import in_order
 
 __all__ = ["elements_in_order", "inverse_logits", "inverse_rows"]
 
-# On the CPU the iterations end when they have converged. Elsewhere, where looking would wait for the device, they are
-# all done: gammas up to 10000 and up to 1000 classes were seen to need 12 outer steps and at most 8 inner ones in each.
+# On the CPU the iterations end on convergence. On other devices a test of convergence would synchronise, so all steps
+# are done. Gammas up to 10000 and up to 1000 classes needed at most 12 outer steps, each with at most 8 inner steps.
 _OUTER_STEPS, _INNER_STEPS = 16, 10
 
 
@@ -30,7 +30,7 @@ _OUTER_STEPS, _INNER_STEPS = 16, 10
 
 def _phi(x: Tensor) -> Tensor:
     """phi = -q log q / (1 - q) of the log-odds x: log(1 + e^-x) e^x, in which nothing cancels."""
-    # From x = 40 on it is 1 in double precision; e^x overflows later.
+    # For x > 40, phi is 1 in double precision; the clamp keeps e^x from overflowing.
     phi = -F.logsigmoid(x) * x.clamp(max=40).exp()
     return torch.where(x > 40, 1.0, torch.where(x == -math.inf, 0.0, phi))
 
@@ -44,7 +44,7 @@ def _share(x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _converged(step: Tensor, x: Tensor, tolerance: float) -> bool:
-    """Whether to stop; NaN rows stay NaN and are not waited for."""
+    """Whether all steps are below the tolerance (on the CPU only). NaN steps count as converged: they stay NaN."""
     return step.device.type == "cpu" and not bool((step.abs() > tolerance * (1 + x.abs())).any())
 
 
@@ -52,14 +52,14 @@ def _converged(step: Tensor, x: Tensor, tolerance: float) -> bool:
 
 
 def _top_and_next(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[..., 1] the largest class, [..., C] whether a class is that, [..., 1] the largest of the others."""
+    """[..., 1] index of the largest logit, [..., C] mask of that class, [..., 1] index of the largest of the others."""
     top = z.argmax(-1, keepdim=True)
     is_top = torch.arange(z.shape[-1], device=z.device) == top
     return top, is_top, torch.where(is_top, -math.inf, z).argmax(-1, keepdim=True)
 
 
-# Below this log q_next, ratios of probabilities are taken from the logits: the difference of two log q, which are large
-# numbers of the type, has lost its digits.
+# Below this log q_next, ratios of probabilities are computed from the logits: the difference of two log q of large
+# magnitude has lost its digits.
 _FAR_BELOW = -8.0
 
 
@@ -73,13 +73,13 @@ def _inverse(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
     g = gamma.unsqueeze(-1)
     tolerance = 4 * torch.finfo(log_p.dtype).eps
     top, is_top, next_class = _top_and_next(z)
-    # Relative to the top class; it takes no part among the others.
+    # Logits relative to the top class, which is masked out.
     below = torch.where(is_top, -math.inf, z - z.gather(-1, top))
     absent = below == -math.inf
     log_odds = -below.logsumexp(-1, keepdim=True)
 
-    # The unknown is the top class's log-odds x: it fixes its share, hence every other class's, hence their sum, which
-    # has to be 1 - q_top. The sum grows with x and 1 - q_top falls.
+    # The unknown is the log-odds x of the top class. x determines a(x), a(x) determines the q of every other class, and
+    # their sum must be 1 - q_top. The sum grows with x and 1 - q_top falls, so the root is unique.
     x = torch.where(log_odds > 0, log_odds / (1 + g), log_odds)
     low, high = torch.full_like(x, -math.inf), torch.full_like(x, math.inf)
     last_step = high
@@ -93,7 +93,7 @@ def _inverse(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
             step = torch.where(absent, 0.0, (wanted - a) / slope)
             # No other class exceeds the top class.
             others = torch.where(absent, -math.inf, torch.minimum(others + step, x))
-            # Newton's error is squared by each step, so this one was the last that matters.
+            # Newton's error is squared at each step: after a step below sqrt(tolerance), the error is below tolerance.
             if _converged(torch.where(absent, 0.0, step), torch.where(absent, 0.0, others), tolerance**0.5):
                 break
         _, slope, log_q, log_u = _share(others, g)
@@ -112,13 +112,13 @@ def _inverse(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
         if _converged(step, x, tolerance):
             break
     log_q = torch.where(is_top, F.logsigmoid(x), F.logsigmoid(others))
-    # log q_j = log p_j + bend_j + a term that all classes share; far below 1, bend vanishes with q.
+    # log q_j = log p_j + bend_j + a term that all classes share; bend_j -> 0 as q_j -> 0.
     bend = g * F.logsigmoid(-others) + torch.log1p(g * _phi(others))
     log_q_next = log_q.gather(-1, next_class)
     from_logits = (z - z.gather(-1, next_class)) + (bend - bend.gather(-1, next_class))
     ratios = torch.where(is_top | (log_q_next > _FAR_BELOW), log_q - log_q_next, from_logits)
     ratios = torch.where(absent & ~is_top, -math.inf, ratios)
-    # A row with one possible class is certain for every gamma; gamma = 0 changes nothing.
+    # A row with one possible class has q = 1 for every gamma; gamma = 0 is the identity.
     certain = absent.all(-1, keepdim=True)
     log_q = torch.where(certain | (g == 0), log_p, in_order(log_q, log_p))
     ratios = torch.where(certain, log_p, torch.where(g == 0, z - z.gather(-1, next_class), ratios))
@@ -149,10 +149,10 @@ class _Slopes(NamedTuple):
 
 
 def _inverse_slopes(z: Tensor, log_q: Tensor, ratios: Tensor, gamma: Tensor) -> _Slopes:
-    """Written in differentiable operators of the result, for second derivatives.
+    """The terms from the result in differentiable operations, for second derivatives.
 
-    a_j = log p_j + c with c such that sum q = 1, and da = h d(log q) + (da/dgamma) dgamma. With e = d(log p) -
-    (da/dgamma) dgamma relative to the top class, whose d(log q) is what the others leave of sum(q d(log q)) = 0:
+    a_j = log p_j + c with c such that sum q = 1, and da = h d(log q) + (da/dgamma) dgamma. Let e = d(log p) -
+    (da/dgamma) dgamma, relative to the top class. From sum(q d(log q)) = 0:
 
         d(log q_top) = -u_top sum(weight e) / divisor
         d(log q_j) = (e_j - slope_top sum(weight e) / divisor) / h_j
@@ -161,11 +161,11 @@ def _inverse_slopes(z: Tensor, log_q: Tensor, ratios: Tensor, gamma: Tensor) -> 
     """
     g = gamma.unsqueeze(-1)
     absent = log_q == -math.inf
-    # log-odds of every class; 1 - q_top is the sum of the others.
+    # Log-odds of every class; 1 - q_top is computed as the sum of the others, which does not cancel.
     finite = torch.where(absent, -1.0, log_q)
     top, is_top, next_class = _top_and_next(z)
     others = ~(absent | is_top)
-    # A row with one class left depends on nothing.
+    # In a row with one possible class q = 1, and every derivative is 0.
     certain = ~others.any(-1, keepdim=True)
     below_next = torch.where(others, ratios, -math.inf).masked_fill(certain, 0.0)
     rest = below_next.logsumexp(-1, keepdim=True)  # over q_next
@@ -184,7 +184,7 @@ def _inverse_slopes(z: Tensor, log_q: Tensor, ratios: Tensor, gamma: Tensor) -> 
 def _inverse_backward(ctx: Any, grad: Tensor, grad_ratios: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
     row = _inverse_slopes(*ctx.saved_tensors)
     _, _, next_class = _top_and_next(ctx.saved_tensors[0])
-    # Computed from log q alone: the ratios are log q_j - log q_next.
+    # The ratios are log q_j - log q_next, so their gradients become gradients of log q.
     grad = grad + grad_ratios.scatter_add(-1, next_class, -grad_ratios.sum(-1, keepdim=True))
     kept = torch.where(row.others, grad, 0.0) * row.inverse_h
     grad_top = torch.where(row.others.any(-1, keepdim=True), grad.gather(-1, row.top), 0.0)
@@ -201,7 +201,7 @@ _inverse.register_autograd(_inverse_backward, setup_context=_inverse_setup)
 
 
 class _InverseRows(torch.autograd.Function):
-    """The same for eager callers, with what an operator in Python has not: forward mode and torch.func."""
+    """The operator for eager callers, with forward-mode derivatives and torch.func, which custom operators lack."""
 
     @staticmethod
     def forward(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +232,7 @@ class _InverseRows(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        # It takes any leading dimensions as they are.
+        # Any number of leading dimensions is a batch, so the batch of vmap becomes one more.
         batched = (_batch_first(values, dim, info) for values, dim in zip(inputs, in_dims, strict=True))
         return _InverseRows.apply(*batched), (0, 0)  # type: ignore[no-untyped-call]
 
@@ -258,12 +258,12 @@ def _inverse_binary(t: Tensor, gamma: Tensor) -> Tensor:
     """s [...] for the logit t [...] and gamma [...]."""
     tolerance = 4 * torch.finfo(t.dtype).eps
     size = t.abs()
-    # The root of the odd function lies between these two; at 0 and at infinity they are the root.
+    # The map is odd; for |t| its root lies in this bracket. At 0 and at infinity both ends equal the root.
     low, high = size / (1 + gamma), (size + torch.log1p(gamma)) / (1 + gamma)
     s = low
     for _ in range(_OUTER_STEPS):
         step = torch.where(size.isfinite(), (size - _binary_map(s, gamma)) / _binary_slope(s, gamma), 0.0)
-        # The function is convex or concave over the whole bracket, so a step that leaves it is brought back to its end.
+        # The map is convex or concave over the whole bracket, so a step that leaves the bracket is clamped to its end.
         moved = torch.minimum(torch.maximum(s + step, low), high)
         step, s = moved - s, moved
         if _converged(torch.where(size.isfinite(), step, 0.0), s, tolerance):
@@ -273,9 +273,11 @@ def _inverse_binary(t: Tensor, gamma: Tensor) -> Tensor:
 
 
 def elements_in_order(result: Tensor, given: Tensor, gamma: Tensor) -> Tensor:
-    """``result``, for each gamma an increasing function of ``given``, where rounding has not kept the order, or has
-    made equals differ: the largest result of all elements of this gamma up to the last of the equals. Its
-    derivatives equal the derivatives of ``result``.
+    """Corrects the rounding of ``result``, which is an increasing function of ``given`` for each gamma.
+
+    Each element becomes the largest result among the elements of its gamma whose ``given`` is not larger. So equal
+    ``given`` have equal results, and a larger ``given`` never has a smaller result. Derivatives are those of
+    ``result``.
     """
     value, t, g = (x.detach().reshape(-1) for x in (result, given, gamma))
     if value.numel() < 2:
@@ -284,7 +286,7 @@ def elements_in_order(result: Tensor, given: Tensor, gamma: Tensor) -> Tensor:
     order = order[g[order].argsort(stable=True)]
     value, t, g = value[order], t[order], g[order]
     same_gamma = g[1:] == g[:-1]
-    # Running maxima of ranks, in which every result of a gamma is above those of the gammas before it.
+    # One running maximum over ranks serves all gammas: ranks of a later gamma exceed those of the gammas before it.
     ascending = value.argsort()
     of_gamma = F.pad((~same_gamma).cumsum(0), (1, 0))
     ascending = ascending[of_gamma[ascending].argsort(stable=True)]
@@ -331,7 +333,7 @@ _inverse_binary.register_autograd(_inverse_binary_backward, setup_context=_inver
 
 
 class _InverseLogits(torch.autograd.Function):
-    """As _InverseRows."""
+    """The binary operator for eager callers; see _InverseRows."""
 
     @staticmethod
     def forward(t: Tensor, gamma: Tensor) -> Tensor:

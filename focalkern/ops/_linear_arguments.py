@@ -1,4 +1,4 @@
-"""Checks of the arguments of linear_focal_loss, and the forms in which its passes take them."""
+"""Checks and conversions of the arguments of linear_focal_loss."""
 
 import math
 from typing import Any
@@ -72,7 +72,8 @@ def check_tensors(
     if hasattr(linear_weight, "device_mesh") or hasattr(input, "device_mesh"):
         raise TypeError(
             f"{_OP}: input and linear_weight must both be DTensors, or tensors of this process with process_group, got "
-            "one DTensor. A weight that FSDP has split is whole in the forward pass of its module; call the loss there"
+            "one DTensor. For a weight that FSDP shards, call the loss inside the forward pass of its module, where "
+            "the weight is whole"
         )
     if not 1 <= input.dim() <= 3:
         raise ValueError(f"{_OP}: input must be [D], [N, D] or [B, S, D], got shape {list(input.shape)}")
@@ -120,7 +121,7 @@ def check_target(target: Tensor, leading: torch.Size, head: torch.Size, ignore_i
         )
     if list(target.shape) != expected:
         problem = f"{_OP}: target of {what} must be {name} = {expected}, got {list(target.shape)}"
-        if target.numel() == head.numel() and what == "labels":  # of the weight in the place of the input
+        if target.numel() == head.numel() and what == "labels":  # one label per row of linear_weight
             problem += (
                 ". Are the first two arguments swapped? The order is linear_focal_loss(input, linear_weight, target)"
             )

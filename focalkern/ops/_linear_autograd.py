@@ -1,9 +1,9 @@
 """linear_focal_loss under autograd: derivatives of the pass over the chunks.
 
-Three ways into the same pass (:func:`focalkern.ops._linear_pass.loss_and_gradients`):
-    ReducedLoss   mean and sum: the gradients are made with the losses
-    RowLosses     losses per row, and everything under torch.func: the backward pass is
-    _Gradient     the gradients as a function, which recomputes the logits, and which has a derivative of its own
+Three autograd functions call the same pass (:func:`focalkern.ops._linear_pass.loss_and_gradients`):
+    _ReducedLoss  mean and sum: the forward pass also computes the gradients
+    _RowLosses    losses per row, and everything under torch.func: its backward pass calls _Gradient
+    _Gradient     the gradients as a differentiable function; it recomputes the logits
 """
 
 from dataclasses import replace
@@ -53,8 +53,8 @@ def loss_of(tensors: Tensors, options: Options) -> Tensor:
 
 
 class _ReducedLoss(torch.autograd.Function):
-    """Mean or sum, with the gradients made in the forward pass. They are held at the scale of the sum, where half
-    types have most of their digits, and the first backward pass takes them over."""
+    """Mean or sum; the forward pass computes the gradients. They are kept at the scale of the sum, because the smaller
+    scale of the mean would underflow in half types. The first backward pass scales them in place."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -84,7 +84,7 @@ class _ReducedLoss(torch.autograd.Function):
 
 
 class _Transformable(torch.autograd.Function):
-    """Base of the functions below: torch.func may transform them."""
+    """Base of the functions that torch.func may transform."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -94,7 +94,7 @@ class _Transformable(torch.autograd.Function):
 
     @classmethod
     def over_batch(cls, info: Any, in_dims: Any, arguments: Any) -> Any:
-        """vmap as a loop: one element's chunks after the other's."""
+        """vmap as a loop over the elements of the batch."""
         results = [
             cls.apply(  # type: ignore[no-untyped-call]
                 *(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True))
@@ -130,7 +130,7 @@ class _RowLosses(_Transformable):
 
 
 class _Gradient(_Transformable):
-    """The gradients that are needed, as a function of the upstream gradient per row and of everything else."""
+    """The needed gradients as a differentiable function of the upstream gradient per row and of the tensors."""
 
     @staticmethod
     def forward(upstream: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

@@ -23,11 +23,11 @@ _CHUNK_BYTES = 256 * 2**20
 # Bytes of one block of logits: on the CPU it stays in the second-level cache, elsewhere it bounds the extra memory.
 _BLOCK_BYTES = {"cpu": 2 * 2**20}
 _OTHER_BLOCK_BYTES = 32 * 2**20
-# Except on CUDA, a half-precision weight's gradient is formed in pieces of this size (in float32) before it is added in
-# float32. On the CPU a piece stays in the cache; on other devices it is large enough to keep them busy.
+# Bytes of one piece of the float32 gradient of a half-precision weight: products of pieces are added in float32. On the
+# CPU a piece stays in the cache; on other devices it is large enough to use the device fully. CUDA needs no pieces.
 _PIECE_BYTES = {"cpu": 4 * 2**20}
 _OTHER_PIECE_BYTES = 16 * 2**20
-# float16 has no digits left for the probabilities of a large vocabulary: gradients of logits are kept at this scale.
+# The small probabilities of a large vocabulary underflow in float16, so gradients of logits are kept at this scale.
 FLOAT16_SCALE = 32.0
 
 
@@ -37,10 +37,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def default_chunk_rows(rows: int, features: int, classes: int, item_size: int) -> int:
-    """Rows whose logits take as much memory as the input or as half of the sum of the weight's gradient (float32 for
-    half types), whichever is more, and at most 256 MiB; the chunks are of about one size. With fewer rows, reading and
-    writing that sum would cost more than the products: at 512 features and 32000 classes, 32 rows at a time take
-    twice as long as 256."""
+    """Rows per chunk. The logits of a chunk take as much memory as the larger of the input and half of the weight's
+    gradient (summed in float32 for half types), and at most 256 MiB; all chunks have about the same size. With smaller
+    chunks, reading and writing the gradient's sum would cost more than the products: at 512 features and 32000 classes,
+    32 rows at a time take twice as long as 256."""
     half_of_sum = classes * features * max(4, item_size) // (2 * item_size)
     elements = min(max(rows * features, half_of_sum), _CHUNK_BYTES // item_size)
     largest = max(1, elements // max(1, classes))
@@ -63,8 +63,8 @@ def blocks(z: Tensor) -> Iterator[slice]:
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the matrix products run: the dtype of the input, but float32 for half-precision tensors on a
-    processor without instructions for them, which would take ten times as long."""
+    """The dtype of the matrix products: the dtype of the input, but float32 for half types on a processor without
+    instructions for them, where half-precision products would take ten times as long."""
     if device.type != "cpu" or dtype not in HALVES:
         return dtype
     if not torch.backends.mkldnn.is_available():
@@ -76,7 +76,7 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class Head:
-    """Products of [N, D] rows with a weight [C, D]. ``kept`` names the rows that count; the others take no part."""
+    """Products of rows [N, D] with a weight [C, D]. ``kept`` holds the indices of the rows that count, None for all."""
 
     input: Tensor
     weight: Tensor
@@ -85,7 +85,7 @@ class Head:
     chunk_rows: int
     needed: tuple[bool, bool, bool]  # gradients of input, weight and bias
     kept: Tensor | None = None
-    scale: float = 1.0  # the factor of the gradients of the logits, divided out of the results again
+    scale: float = 1.0  # of the gradients of the logits; the gradients of input, weight and bias are divided by it
 
     rows: int = field(init=False)
     grad_input: Tensor | None = field(init=False, default=None)
@@ -98,11 +98,11 @@ class Head:
         self._bias = None if self.bias is None else self.bias.to(self.dtype)
         accumulate = torch.float32 if self.dtype in HALVES else self.dtype
         if self.needed[0]:
-            # Every row is written, unless some of them are left out.
+            # Ignored rows are never written, so they need zeros.
             make = torch.empty_like if self.kept is None else torch.zeros_like
             self.grad_input = make(self.input, memory_format=torch.contiguous_format)
         if self.needed[1]:
-            # The first chunk writes it, the others add.
+            # The first chunk overwrites the memory; without any chunk it must be zero.
             make_weight = torch.empty if self.rows else torch.zeros
             self.grad_weight = make_weight(self.weight.shape, dtype=accumulate, device=self.weight.device)
         if self.needed[2]:
@@ -129,7 +129,7 @@ class Head:
             yield rows, z
 
     def accumulate(self, rows: slice, grad: Tensor) -> None:
-        """Takes up the gradient of a chunk's logits."""
+        """Adds the contribution of a chunk's logit gradient to the gradients of input, weight and bias."""
         if self.grad_input is not None:
             same = self.kept is None and self.grad_input.dtype == self.dtype and self.scale == 1
             if same:
@@ -167,7 +167,7 @@ class Head:
                 self.grad_weight[piece].copy_(product)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients: the input's in its dtype, the others in the dtype that they were summed in."""
+        """The gradients: of the input in its dtype, of weight and bias in the dtype of their sums."""
         if self.scale != 1:
             for total in (self.grad_weight, self.grad_bias):
                 if total is not None:

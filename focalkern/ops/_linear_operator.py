@@ -1,4 +1,4 @@
-"""linear_focal_loss as one operator, which compiled graphs see."""
+"""linear_focal_loss as one custom operator, for compiled graphs."""
 
 from dataclasses import replace
 from typing import Any
@@ -65,7 +65,7 @@ def _operator(
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, reciprocal of the mean's divisor, gradients of input, weight, bias, target and gamma at the scale of the
-    sum). Gradients that are not needed, and all of an unreduced loss, are empty."""
+    sum). Gradients that are not needed and all gradients of an unreduced loss are empty."""
     tensors: Tensors = (input, linear_weight, linear_bias, target, gamma, edges, weight)
     settings = (ignore_index, label_smoothing, detach_modulation, modulation, softcap, dtype, float64_loss, chunk_rows)
     options = Options(reduction, *settings)

@@ -45,10 +45,10 @@ class Options:
     ignore_index: int
     label_smoothing: float
     detach_modulation: bool
-    modulation: str | None  # which a custom operator takes
+    modulation: str | None  # by name, because custom operators take strings
     softcap: float  # 0 for none
     dtype: torch.dtype  # of the products
-    float64_loss: bool  # of narrower logits, because the target probabilities are float64
+    float64_loss: bool  # the loss is float64 although the logits are narrower: the target probabilities are float64
     chunk_rows: int
     # Gradients that _Gradient returns: of input, linear_weight, linear_bias, target, gamma.
     wanted: tuple[bool, bool, bool, bool, bool] = (False, False, False, False, False)
@@ -63,7 +63,7 @@ NO_GRADIENTS: Needed = (False, False, False, False, False)
 
 
 def check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Checks before any product, if the values can be read."""
+    """Checks the labels before any matrix product, if their values can be read without synchronising."""
     if target.is_floating_point() or not is_plain(target):
         return
     label_range(OP, target, classes, ignore_index)
@@ -74,7 +74,7 @@ def loss_dtype(options: Options) -> torch.dtype:
 
 
 def gradients_needed(tensors: Tensors, requires: Any, options: Options) -> Needed:
-    """Whether each gradient exists: labels, tabulated gammas and gammas of a detached factor have none."""
+    """For each gradient, whether it is needed. Labels, tabulated gammas and gammas of a detached factor have none."""
     gamma_is_variable = tensors[5] is None and not options.detach_modulation
     return (
         bool(requires[0]),
@@ -91,7 +91,7 @@ def _cap_(z: Tensor, softcap: float) -> None:
 
 
 def _uncap_(grad: Tensor, z: Tensor, softcap: float) -> None:
-    """From the capped logits z to those before: d capped / d z = 1 - (capped / s)^2."""
+    """Turns dL/d(capped logits) into dL/d(uncapped logits); z holds the capped ones: d capped = (1 - (z / s)^2) d z."""
     if softcap:
         slope = (z / softcap).square_().neg_().add_(1)
         grad.mul_(slope)
@@ -100,8 +100,8 @@ def _uncap_(grad: Tensor, z: Tensor, softcap: float) -> None:
 def loss_and_gradients(
     tensors: Tensors, options: Options, upstream: Tensor | None, needed: Needed
 ) -> tuple[Tensor, Gradients]:
-    """Losses [N] per row, and the gradients of ``sum(upstream * losses)``, chunk by chunk; upstream is [N] or one
-    number. The gradients of weight, bias and gamma have the dtype of their sums; gamma's is per row."""
+    """Losses [N], and the gradients of ``sum(upstream * losses)``, chunk by chunk; upstream is [N] or one number. The
+    gradients of weight, bias and gamma have the dtype in which they are summed; the gradient of gamma is per row."""
     input, linear_weight, bias, target, gamma, edges, weight = tensors
     real, soft = loss_dtype(options), target.is_floating_point()
     n_rows, classes = input.shape[0], linear_weight.shape[0]
@@ -176,26 +176,26 @@ def total_of(losses: Tensor) -> Tensor:
 
 
 def divisor_of(target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """The divisor of the mean, and its reciprocal for gradients: 0 where no row counts, whose gradient is 0."""
+    """The divisor of the mean and its reciprocal for gradients. If no row counts, the reciprocal is 0."""
     row_weights, counts = _row_weights(target, weight, options)
     divisor = total_of(row_weights)
     return divisor, torch.where(counts.any(), divisor.reciprocal(), 0.0).to(loss_dtype(options))
 
 
 def reduce_losses(losses: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> Tensor:
-    """In differentiable operations."""
+    """The reduction of the losses in differentiable operations."""
     if options.reduction == NONE:
         return losses
     total = total_of(losses)
     if options.reduction == MEAN:
         divisor, reciprocal = divisor_of(target, weight, options)
-        # Over no row at all: NaN with a gradient of 0.
+        # If no row counts: NaN with a gradient of 0.
         total = torch.where(divisor == 0, total.detach() / divisor + total * reciprocal, total * (1 / divisor))
     return total.to(losses.dtype)
 
 
 def cast_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A gradient in the dtype and shape of its tensor; gamma's is summed to it."""
+    """A gradient in the dtype and shape of its tensor. The gradient of a broadcast gamma is summed to its shape."""
     if gradient is None or like is None:
         return None
     return gradient.sum_to_size(like.shape).to(like.dtype)

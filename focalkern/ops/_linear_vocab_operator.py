@@ -48,13 +48,13 @@ def linear_focal_loss_over_ranks(
     z_loss: float,
     return_stats: bool,
 ) -> tuple[Tensor, LossStats | None]:
-    """:func:`focalkern.linear_focal_loss` with process_group=, or ALONE for z_loss= and return_stats=; the loss is in
-    float64."""
+    """:func:`focalkern.linear_focal_loss` over ``process_group``, which is ALONE for z_loss and return_stats in one
+    process. The loss is float64."""
     leading, classes = input.shape[:-1], len(linear_weight)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, z_loss)
     settings = check_settings(_OP, kind_of(modulation), target, leading, classes, gamma, 0.0, *options)
     rows, soft = input.reshape(-1, input.shape[-1]), target.is_floating_point()
-    # Not from the size of the slice, which may differ between ranks: the ranks reduce chunk by chunk.
+    # Ranks reduce chunk by chunk, so chunk_rows must not depend on the size of the slice, which differs between ranks.
     size = max(64, min(1024, rows.shape[1] // 2)) if chunk_rows is None else int(chunk_rows)
     # Class probabilities have no label; any label serves to exchange the sizes of the slices.
     labels = torch.zeros(len(rows), dtype=torch.int64, device=target.device) if soft else target.reshape(-1)
@@ -86,7 +86,8 @@ def _through_operator(
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
     elif not isinstance(gamma, Tensor):
-        gamma = torch.zeros((), dtype=torch.float64) + gamma  # and no constant of the graph
+        # A tensor, not a constant of the graph, so that another value does not compile again.
+        gamma = torch.zeros((), dtype=torch.float64) + gamma
     else:
         gamma = tensors.gamma if tensors.gamma is not None else gamma
     needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors[:4]]
@@ -114,7 +115,7 @@ def _through_operator(
 
 
 def _arguments(*given: Any) -> tuple[HeadTensors, Split, Settings, HeadOptions, tuple[bool, ...]]:
-    """The objects that the arguments of an operator stand for."""
+    """Builds the objects of :func:`chunks_over_ranks` from the arguments of an operator."""
     resolve: Any = getattr(torch.distributed.distributed_c10d, "_resolve_process_group")  # noqa: B009  (not exported)
     gamma, edges = given[4], given[5]
     name, kind, ignore_index, label_smoothing, detach_modulation = given[15:20]
@@ -162,7 +163,8 @@ def _operator(
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, factor of the gradients, state, dL/dgamma, gradients of input, linear_weight, linear_bias and target at
-    the scale of the sum, statistics). Gradients that are not needed, and all of an unreduced loss, are empty."""
+    the scale of the sum, statistics). Gradients that are not needed and all gradients of an unreduced loss are empty.
+    """
     given = (input, linear_weight, linear_bias, target, gamma, edges, row_weights, class_weights)
     given += (labels, label, owned, counts, legal, offset, classes, group, kind, ignore_index, label_smoothing)  # type: ignore[assignment]
     given += (detach_modulation, dtype, chunk_rows, softcap, reduction, reduce_input_grad)  # type: ignore[assignment]

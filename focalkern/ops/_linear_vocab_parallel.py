@@ -1,4 +1,4 @@
-"""linear_focal_loss whose classes are split over ranks: each has its rows of the head's weight."""
+"""linear_focal_loss with classes split over ranks: each rank holds its rows of the head's weight."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def slice_of_dtensor(linear_weight: Any) -> Any:
-    """This rank's rows of a weight that is a DTensor split over its classes."""
+    """This rank's rows of a DTensor weight that is sharded over its classes; other weights unchanged."""
     if not hasattr(linear_weight, "device_mesh"):
         return linear_weight
     split = [placement for placement in linear_weight.placements if not placement.is_replicate()]
@@ -56,7 +56,7 @@ class HeadTensors(NamedTuple):
     linear_bias: Tensor | None  # [C_r]
     target: Tensor | None  # [N, C_r] class probabilities; None for the labels of the split
     gamma: Tensor | None  # [] or [N], instead of the gamma of the settings
-    row_weights: Tensor  # [N] float64: what the rows count for in the mean, and the weight of a label's loss
+    row_weights: Tensor  # [N] float64: weight of each row in the mean's divisor, and of its loss (labels)
     class_weights: Tensor | None  # [C_r]; None for labels without smoothing, which have row_weights
 
 
@@ -89,9 +89,9 @@ def chunks_over_ranks(
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, HeadGradients, Tensor]:
     """One pass over the chunks: losses [N], the state [4, N], dL/dgamma [N], the gradients of
-    ``sum(upstream * losses)``, upstream [N] being 1 by default, and, if wanted, the statistics [4, N] of
-    ``packed_stats``. With the state of an earlier pass it computes only the gradients, and reduces only the gradient of
-    the input."""
+    ``sum(upstream * losses)`` (``upstream`` [N], default 1) and, with ``options.return_stats``, the statistics [4, N]
+    of ``packed_stats``. Given the ``state`` of an earlier pass it computes only the gradients, and all-reduces only the
+    gradient of the input."""
     input, linear_weight, linear_bias, target, gamma, row_weights, class_weights = tensors
     soft = target is not None or settings.label_smoothing > 0
     looks = is_plain(split.target) and is_plain(input)
@@ -145,7 +145,7 @@ def chunks_over_ranks(
 
 
 def mean_scale(row_weights: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The divisor of the mean, NaN over no row, and the factor of its gradient, then 0."""
+    """The divisor of the mean and the factor of its gradient. If no row counts, they are NaN and 0."""
     some, divisor = counts.any(), row_weights.sum()
     return torch.where(some, divisor, torch.nan), torch.where(some, divisor.reciprocal(), 0.0)
 
@@ -193,13 +193,13 @@ class LinearParallel(torch.autograd.Function):
         return (*cast_gradients(found, tensors), of_number, *_REST)
 
 
-_REST = (None,) * 5  # row_weights, class_weights, and what is no tensor
+_REST = (None,) * 5  # no gradients of row_weights, class_weights and the three arguments that are not tensors
 
 
 def _differentiable_gradients(
     upstream: Tensor, tensors: HeadTensors, needs: Any, split: Split, settings: Settings, options: HeadOptions
 ) -> list[Tensor | None]:
-    """The gradients of five tensors, from all logits at once, in operations that autograd differentiates again."""
+    """The gradients of the first five tensors from all logits at once, in differentiable operations."""
     x, w, b = (None if t is None else t.to(options.dtype) for t in tensors[:3])
     assert x is not None and w is not None
     z = torch.nn.functional.linear(x, w, b)
@@ -218,7 +218,7 @@ def _differentiable_gradients(
         z_loss=settings.z_loss,
         return_stats=False,
     )
-    if tensors.class_weights is None:  # which has them in it already
+    if tensors.class_weights is None:  # class weights are already part of the loss
         losses = losses * tensors.row_weights.to(losses.dtype)
     wanted = [t for t, need in zip(tensors[:5], needs[:5], strict=True) if need and t is not None]
     rows = upstream.expand(len(x)).to(losses.dtype)
@@ -227,7 +227,7 @@ def _differentiable_gradients(
 
 
 def cast_gradients(found: HeadGradients, tensors: HeadTensors) -> HeadGradients:
-    """In the dtypes of the tensors."""
+    """The gradients in the dtypes of their tensors."""
     cast = [None if d is None or t is None else d.to(t.dtype) for d, t in zip(found, tensors[:4], strict=True)]
     return cast[0], cast[1], cast[2], cast[3]
 
@@ -238,7 +238,7 @@ def _cap_(z: Tensor, softcap: float) -> None:
 
 
 def _overwrite(z: Tensor, block: slice, grad: Tensor, softcap: float) -> None:
-    """The gradient of a block over its logits."""
+    """Overwrites the logits of a block with their gradient."""
     if softcap:
         grad.mul_((z[block] / softcap).square_().neg_().add_(1))
     z[block] = grad

@@ -1,8 +1,8 @@
 """focal_loss with z_loss or return_stats: the loss over ranks, with one process as the only rank.
 
-For labels without smoothing one pass over the logits gives d and the log-sum-exp, and one gives the gradient of both
-terms (:mod:`focalkern.ops._vocab_slices`). Class probabilities, smoothing, torch.func, forward-mode derivatives and
-devices without float64 take the loss of rows from its kernel, or from plain torch, and add the z-loss to it.
+For labels without smoothing, one pass over the logits computes d and the log-sum-exp, and a second pass the gradient of
+both terms (:mod:`focalkern.ops._vocab_slices`). For class probabilities, smoothing, torch.func, forward-mode
+derivatives and devices without float64, the kernel or plain torch computes the loss, and the z-loss is added to it.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def loss_with_extras(
     z_loss: float,
     return_stats: bool,
 ) -> Any:
-    """The focal loss of a number from whole rows, input [C], [N, C] or [N, C, d1, ...]."""
+    """The row loss number ``kind`` of whole rows, input [C], [N, C] or [N, C, d1, ...]."""
     check_tensor(op, "input", input)
     check_tensor(op, "target", target)
     check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
@@ -82,7 +82,7 @@ def _added(
     apart: bool,
     options: dict[str, Any],
 ) -> Tensor | LossWithStats:
-    """The z-loss beside the loss of rows; ``apart``: in operations of torch alone."""
+    """The row loss plus the z-loss. With ``apart``, only torch operations compute the z-loss."""
     if return_stats and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{op}: torch.func does not transform return_stats=True; leave it out")
     soft, class_dim = target.is_floating_point(), min(input.dim() - 1, 1)

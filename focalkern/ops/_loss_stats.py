@@ -31,7 +31,7 @@ class LossStats(NamedTuple):
         predicted: the class with the largest logit, int64.
         correct: whether it is the target, bool.
         lse: log-sum-exp of the logits, whose square is the z-loss.
-        counts: whether the row counts, bool: its label is not ``ignore_index``.
+        counts: whether the label of the row is not ``ignore_index``, bool.
 
     Source: the fields of Liger-Kernel's CrossEntropyOutput and the metrics of TRL's SFTTrainer (entropy, accuracy).
 
@@ -54,8 +54,8 @@ class LossStats(NamedTuple):
     def means(self) -> dict[str, Tensor]:
         """Means of log_p, entropy, correct ("accuracy") and lse over the rows that count, NaN over none.
 
-        They stay on the device, so that logging them does not wait for it. For means over several processes or steps
-        add up sums instead: ``stats.entropy.sum()`` and ``stats.counts.sum()``; ignored rows add 0.
+        The means stay on the device, without synchronising. For means over several processes or steps, add up sums
+        instead: ``stats.entropy.sum()`` and ``stats.counts.sum()``; ignored rows add 0.
 
         Returns:
             Tensors without dimensions, by name.
@@ -104,7 +104,7 @@ def packed_stats(z: Tensor, split: Split, rows: RowStatistics) -> Tensor:
 
 
 def stats_from(packed: Tensor, split: Split, leading: torch.Size, dtype: torch.dtype) -> LossStats:
-    """The dtype is the dtype of the logits."""
+    """The statistics [4, n] of :func:`packed_stats` as fields of shape ``leading``; ``dtype`` is that of the logits."""
     real = compute_dtype(dtype)
     predicted = packed[2].to(torch.int64)
     correct = (predicted == split.target) & split.counts
@@ -114,8 +114,8 @@ def stats_from(packed: Tensor, split: Split, leading: torch.Size, dtype: torch.d
 
 @torch.library.custom_op("focalkern::row_entropy", mutates_args=())
 def _entropy_operator(z: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row: the slice's part of the entropy and its largest logit, both in the dtype of ``top``, and the
-    class."""
+    """For each row: the slice's part of the entropy, its largest logit (both in the dtype of ``top``), and the index of
+    that logit."""
     entropy, best = torch.zeros_like(top), torch.full_like(top, -torch.inf)
     index = torch.zeros(len(z), dtype=torch.int64, device=z.device)
     for block in blocks(z) if z.shape[1] else ():

@@ -1,7 +1,6 @@
 """Losses and gradients of a block of rows outside of autograd: by the kernels of focal_loss, or by plain torch.
 
-Logits are [n, C], labels [n], everything that has one number per row [n]; results are in float32, in float64 for
-float64 logits.
+Logits are [n, C]; labels and all other numbers per row are [n]. Results are float32, or float64 for float64 logits.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ class Settings(NamedTuple):
 
 
 def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
-    """The losses [n], and the numbers that :func:`gradients_of_rows` needs."""
+    """The losses [n], and the saved numbers that :func:`gradients_of_rows` needs (None in plain torch)."""
     if needs_float64(block.logits, block.target, settings.label_smoothing):
         losses, saved = losses_of_rows(block._replace(logits=block.logits.double()), settings)
         return losses.to(block.logits.dtype), saved
@@ -82,7 +81,7 @@ def gradients_of_rows(
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Makes autograd record, also inside an operator, where torch excludes autograd from dispatch."""
+    """Enables autograd, also inside a custom operator, where torch excludes the autograd dispatch keys."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         if not torch.compiler.is_compiling():
@@ -112,9 +111,9 @@ def _plain_losses(block: Block, settings: Settings) -> Tensor:
 def losses_of_margins(
     margin: Tensor, gamma: float | Tensor | GammaTable, settings: Settings, needs_gamma: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, its derivative in d and, if needed, in gamma, all [n] and float64, of rows whose class has
-    d = log(1 - p) - log p: those of the two logits (-d, 0)."""
-    # e^-_FAR is 0, also in float64; a class alone in its row has d = -inf.
+    """The loss, its derivative in d and, if needed, in gamma, all [n] float64, from d = log(1 - p) - log p of each row.
+    They are those of a row with the two logits (-d, 0)."""
+    # A row with one possible class has d = -inf. The clamp changes no value, because e^-_FAR is 0 in float64.
     d = margin.double().clamp(min=-_FAR)
     edges, device = None, d.device
     if isinstance(gamma, GammaTable):
@@ -148,7 +147,7 @@ def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Ten
         block = _cross_entropy(logits, label)
         saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, -100, 0.0, False, True)[1].double()
         top, log_sum, log_u = saved[:-1].view(3, -1)
-        if logits.is_cpu:  # which keeps 1 / sum_j exp(z_j - top), and minus that sum without the label
+        if logits.is_cpu:  # saves 1 / sum_j exp(z_j - top), and minus the sum over the classes other than the label
             per_sum, minus_rest = log_sum, log_u
             return top, -per_sum.log(), (-minus_rest * per_sum).log()
         return top, log_sum, log_u
@@ -162,14 +161,15 @@ def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, log_sum: Tensor, log_u: Tensor) -> Tensor:
-    """scale * (p_j - [j = label]) with p_j = exp(z_j - top - log_sum), and -scale * exp(log_u) at the label; 0 where
-    scale is 0, for all logits. All float64 but the logits, whose dtype the result has or exceeds."""
+    """scale * (p_j - [j = label]) with p_j = exp(z_j - top - log_sum); at the label it is -scale * exp(log_u), which
+    does not cancel. If scale is 0 the result is 0 for any logits, NaN too. All arguments but the logits are float64;
+    the result has the dtype of the logits, or a wider one."""
     real = compute_dtype(logits.dtype)
     if has_kernels(logits):
         numbers = (top, log_sum, log_u)
         if logits.is_cpu:
-            # For a slice far below the others the sum of all would overflow, and before that the slope of the label
-            # vanish in what the kernel multiplies: it becomes part of what is subtracted.
+            # The logits of this slice may be far below those of other slices. Then exp(log_sum) would overflow, and
+            # exp(-log_sum), which the kernel multiplies, would underflow even earlier. Add log_sum to top instead.
             is_far = log_sum > 30
             near = torch.where(is_far, 0.0, log_sum)
             numbers = (torch.where(is_far, top + log_sum, top), (-near).exp(), -(near + log_u).exp())

@@ -38,7 +38,7 @@ _FOCAL = number_of("focal_loss")
 
 def finite_number(op: str, name: str, value: object, low: float = -math.inf) -> float:
     if torch.compiler.is_compiling() and type(value) is float:
-        return value  # a compiled graph must not depend on the value
+        return value  # a compiled graph must not depend on the value of gamma
     number = finite(op, name, value, f"a number{_OR_TENSOR[name]}")
     if number < low:
         raise ValueError(f"{op}: {name} must be at least {low:g}, got {number}")
@@ -61,7 +61,7 @@ def row_loss(
     label_smoothing: float,
     detach_modulation: bool,
 ) -> Tensor:
-    """The loss of a number by the kernels, through torch's dispatcher, or by plain torch; ``op`` is who was called."""
+    """The row loss number ``kind`` by kernels, through torch's dispatcher or in plain torch; errors name ``op``."""
     code = reduction_code(op, reduction)
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
@@ -87,14 +87,14 @@ def row_loss(
         ValueError,
         IndexError,
         RuntimeError,
-    ) as error:  # errors that are so rare that they are looked for only here
+    ) as error:  # arguments are checked only after an error, for speed
         check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded(op, _of(op, kind, error), input=input, target=target, gamma=gamma, weight=weight) from None
 
 
 def needs_float64(input: Tensor, target: Tensor, label_smoothing: object) -> bool:
-    """Whether the gradient p_j - t_j loses too many digits in float32. It cancels for similar logits if the label has
-    less than half of the target t."""
+    """Whether the gradient p_j - t_j loses too many digits in float32: for similar logits it cancels if the target t of
+    the label is below one half."""
     return (
         isinstance(label_smoothing, float | int)
         and MOST_SMOOTHING < label_smoothing <= 1
@@ -105,7 +105,7 @@ def needs_float64(input: Tensor, target: Tensor, label_smoothing: object) -> boo
 
 
 def _of(op: str, kind: int, error: Exception) -> Exception:
-    """The error, with the name of the called function instead of the name of the loss."""
+    """The error with the name of the called function in place of the name of the row loss."""
     name = row_loss_of(kind).name
     return error if name == op or not str(error).startswith(name) else type(error)(str(error).replace(name, op, 1))
 
@@ -113,7 +113,7 @@ def _of(op: str, kind: int, error: Exception) -> Exception:
 def check_modulation(
     op: str, modulation: Modulation | None, gamma: float | Tensor | GammaTable
 ) -> float | Tensor | GammaTable:
-    """Raises unless the modulation is known and takes this gamma, which it returns."""
+    """Returns gamma; raises unless ``modulation`` is known and allows this gamma."""
     if modulation is None:
         return gamma
     one_of(op, "modulation", modulation, get_args(Modulation))
@@ -121,7 +121,7 @@ def check_modulation(
 
 
 def kind_of(modulation: str | None) -> int:
-    """The number of the focal loss with this modulation."""
+    """The number of the row loss for the focal loss with this modulation."""
     return number_of(next(name for name, spec in ROW_LOSSES.items() if spec.modulation == modulation))
 
 
@@ -142,7 +142,7 @@ def check_tensor(op: str, name: str, value: object) -> None:
 def check_types(
     op: str, weight: object, ignore_index: object, label_smoothing: object, detach_modulation: object
 ) -> None:
-    """Names the argument that the compiled module could not take."""
+    """Raises an error that names the argument whose type the compiled module rejects."""
     if weight is not None:
         check_tensor(op, "weight", weight)
     label(op, "ignore_index", ignore_index)
@@ -163,9 +163,10 @@ def through_dispatcher(
     kind: int = _FOCAL,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """The path for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    """The call through torch's dispatcher, for compiled and exported graphs and tensor subclasses, which see only
+    operators."""
     if not isinstance(gamma, Tensor):
-        # A tensor, and not a constant of the graph: another value must not compile again.
+        # A tensor, not a constant of the graph, so that another value does not compile again.
         gamma = torch.zeros((), dtype=torch.float64) + gamma
     device_type = input.device.type
     is_half = input.dtype in HALVES
@@ -176,7 +177,7 @@ def through_dispatcher(
             input = input.to(common)
         float32_loss = is_half and common == torch.float32
     options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
-    # The kernels of a loss that takes no class probabilities have no label smoothing either.
+    # Kernels of losses that reject class probabilities do not support label smoothing.
     if torch._C._are_functorch_transforms_active() or (label_smoothing != 0 and not row_loss_of(kind).soft_target):
         return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
     loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)

@@ -1,14 +1,14 @@
-"""Shared by the two losses whose classes are split over ranks.
+"""Code shared by the two losses whose classes are split over ranks.
 
-A row's loss depends on the logits z through d = (log-sum-exp of the other classes) - z_y alone: log p = -softplus(d),
+A row's loss depends on the logits z only through d = (log-sum-exp of the other classes) - z_y: log p = -softplus(d),
 log u = d - softplus(d). Two reductions of one or two numbers per row give every rank the same d. Each rank then writes
 its slice of dL/dz_j = c (p_j - [j = y]):
 
     MAX   over ranks of (log-sum-exp of the rank's other classes; the target's logit, -inf where another rank has it)
     SUM   over ranks of exp(the rank's log-sum-exp - the largest)
 
-The statistics and the gradient of a slice come from the kernels of :func:`focal_loss` with gamma = 0; the loss of d,
-with every kind of gamma, equals the loss of two classes with the logits (-d, 0), in float64.
+The kernels of :func:`focal_loss` with gamma = 0 compute the statistics and the gradient of a slice. The loss as a
+function of d is the loss of two classes with the logits (-d, 0), in float64, for every kind of gamma.
 """
 
 from collections.abc import Iterator
@@ -107,22 +107,22 @@ def check_settings(
 
 
 class Split(NamedTuple):
-    """The rows whose targets are in this rank's slice of the classes."""
+    """The labels of the rows, relative to this rank's slice of the classes."""
 
     group: Any
-    target: Tensor  # [N] among all classes
-    label: Tensor  # [N] within the slice, 0 where another rank has it
-    owned: Tensor  # [N] bool: whether the slice has it
-    counts: Tensor  # [N] bool: not ignored
-    legal: Tensor  # [N] bool: a class of any rank, or ignored
-    offset: Tensor  # [] the first class of the slice among all
-    classes: Tensor  # [] of all ranks
+    target: Tensor  # [N] labels among all classes
+    label: Tensor  # [N] labels within the slice, 0 if another rank has the class
+    owned: Tensor  # [N] bool: whether the slice contains the label
+    counts: Tensor  # [N] bool: whether the label is not ignored
+    legal: Tensor  # [N] bool: whether the label is a class of any rank, or ignored
+    offset: Tensor  # [] index of the first class of the slice among all classes
+    classes: Tensor  # [] number of classes of all ranks
 
     @classmethod
     def of(
         cls, op: str, target: Tensor, classes: int, settings: Settings, group: Any, shape: tuple[int, int]
     ) -> "Split":
-        """Sends the sizes of the slices to all ranks. ``shape`` must be the same on all of them."""
+        """Gathers the sizes of all slices. ``shape`` (rows, chunk_rows) must be the same on all ranks."""
         group = group_of(op, group)
         here = torch.tensor([classes, *shape], dtype=torch.int64, device=target.device)
         sizes = all_gather(here, group)
@@ -134,7 +134,8 @@ class Split(NamedTuple):
         if _looks_at(target):
             if bool((sizes[:, 1:] != sizes[0, 1:]).any()):
                 raise ValueError(
-                    f"{op}: every rank must have the same rows and chunk_rows, got {sizes[:, 1:].tolist()} of them"
+                    f"{op}: every rank must have the same rows and chunk_rows, got [rows, chunk_rows] of the ranks "
+                    f"{sizes[:, 1:].tolist()}"
                 )
             label_range(op, target, int(total), settings.ignore_index)
         local = labels - offset
@@ -143,7 +144,7 @@ class Split(NamedTuple):
 
     @classmethod
     def whole(cls, target: Tensor, classes: int, ignore_index: int) -> "Split":
-        """For a process that has all classes. It reads no value of a tensor."""
+        """The split of a process that has all classes. It does not synchronise."""
         labels = target.long()
         counts = labels != ignore_index
         inside = (labels >= 0) & (labels < classes)
@@ -172,13 +173,14 @@ class Split(NamedTuple):
 
 
 def slice_of(label: Tensor, owned: Tensor) -> Split:
-    """As much as a slice's gradient needs."""
+    """A Split with only the fields that the gradient of a slice needs."""
     return Split(None, label, label, owned, owned, owned, label, label)
 
 
 class RowStatistics(NamedTuple):
-    """For each row, in float64: the slice's largest logit or its label's, log sum_j exp(z_j - that) of all classes, d,
-    and the log-sum-exp. The last two have the same bits on every rank."""
+    """Four float64 numbers per row: ``top``, the slice's largest logit or the label's logit; ``log_sum``, log of the
+    sum of exp(z_j - top) over all classes; ``margin``, d; and ``lse``, the log-sum-exp. ``margin`` and ``lse`` have the
+    same bits on every rank."""
 
     top: Tensor
     log_sum: Tensor
@@ -187,18 +189,18 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def saved(cls, top: Tensor, log_sum: Tensor, margin: Tensor) -> "RowStatistics":
-        """From three of them, for the gradient."""
+        """The statistics from the three saved ones, for the gradient."""
         return cls(top, log_sum, margin, top + log_sum)
 
 
 def statistics(z: Tensor, split: Split) -> RowStatistics:
-    """The two reductions, over the rows [n, C_r] of a chunk.
+    """The statistics of the rows [n, C_r] of a chunk, by two reductions over the ranks.
 
-    Logarithms are added only to differences of logits, because adding them to a logit of 1e20 would round them away.
+    Logarithms are added only to differences of logits: added to a logit of 1e20, they would be rounded away.
     """
     local = torch.ops.focalkern.vocab_slice_statistics if torch.compiler.is_compiling() else _statistics_of_slice
     top, log_rest, own = local(z, split.label, split.owned)
-    # A slice without a possible class.
+    # All classes of the slice, without the target, are -inf.
     empty = log_rest == -torch.inf
     rest = torch.where(empty, -torch.inf, top + log_rest)
     # A label out of range makes its row NaN.
@@ -208,12 +210,13 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
     total = all_reduce(torch.where(empty, 0.0, ((top - shift) + log_rest).exp()), "sum", split.group)
     log_rest = total.log()
     own = torch.where(split.legal, largest[1], torch.nan)
-    # The target is the only possible class: its loss is 0, and an infinite distance would make it NaN.
+    # If the target is the only possible class, d is -inf and the loss would be NaN. With d = -_FAR the loss is 0.
     alone = (total == 0) & own.isfinite()
     shift, log_rest = torch.where(alone, own, shift), torch.where(alone, -_FAR, log_rest)
     margin = (shift - own) + log_rest
     top = torch.where(top == -torch.inf, shift, top)
-    # log-sum-exp of all classes, and the same minus `top`, from the larger of the target and the others.
+    # The log-sum-exp of all classes, and its difference to `top`. The larger of the target's logit and the log-sum-exp
+    # of the others is the base, so that nothing cancels.
     softplus = torch.nn.functional.softplus
     of_rest = (shift - top) + log_rest + softplus(-margin)
     of_target = (own - top) + softplus(margin)
@@ -223,8 +226,8 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
 
 
 def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row, in float64: m, the largest logit or the label's logit; the logarithm of the sum of exp(z_j - m)
-    over the classes other than the target; and the target's logit, -inf if it is in another slice."""
+    """Three float64 numbers per row: m, the largest logit or the label's logit; the logarithm of the sum of
+    exp(z_j - m) over the classes of the slice except the target; the target's logit, -inf if another slice has it."""
     parts = [_statistics_of_block(z[block], label[block], owned[block]) for block in blocks(z)] if z.shape[1] else []
     if not parts:
         nothing = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
@@ -235,10 +238,10 @@ def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tenso
 
 def _statistics_of_block(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top, log_sum, log_u = slice_statistics(z, label)
-    # The sum contains the target only in the slice that has it; log u removes it there.
+    # In the slice with the target, adding log u removes the target from the sum.
     log_rest = torch.where(owned, log_sum + log_u, log_sum)
     own = z.gather(1, label.unsqueeze(1)).squeeze(1).double()
-    # A reduction by MAX may lose a NaN, one by SUM does not.
+    # A NaN must reach the reduction by SUM, because a reduction by MAX may drop it.
     log_rest = torch.where(owned & own.isnan(), torch.nan, log_rest)
     missing = top == -torch.inf
     if not is_plain(z) or bool(missing.any()):
@@ -247,7 +250,7 @@ def _statistics_of_block(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tenso
 
 
 def _looks_at(tensor: Tensor) -> bool:
-    """Whether the computation may depend on its values."""
+    """Whether the host may read the tensor's values."""
     return is_plain(tensor) and not torch.compiler.is_compiling()
 
 
@@ -278,7 +281,7 @@ def slopes(margin: Tensor, gamma: Tensor | None, settings: Settings) -> tuple[Te
 
 
 def gamma_rows(op: str, gamma: float | Tensor | GammaTable, leading: torch.Size) -> float | Tensor | GammaTable:
-    """A gamma for the rows of the flattened batch."""
+    """Gamma for each row of the flattened batch; numbers and tables unchanged."""
     if not isinstance(gamma, Tensor) or gamma.dim() == 0:
         return gamma
     try:
@@ -292,12 +295,12 @@ def gamma_rows(op: str, gamma: float | Tensor | GammaTable, leading: torch.Size)
 def gradients(
     z: Tensor, split: Split, rows: RowStatistics, slope: Tensor, of_lse: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The slice's gradients, block by block, for dL/dd = ``slope`` and dL/dlse = ``of_lse``, both [n]."""
+    """The gradient of the slice, block by block, from dL/dd = ``slope`` and dL/dlse = ``of_lse``, both [n]."""
     if z.shape[1] == 0:
         return
-    log_u = torch.nn.functional.logsigmoid(rows.margin)  # softplus is cut off at 20
+    log_u = torch.nn.functional.logsigmoid(rows.margin)  # not d - softplus(d): torch's softplus is linear above 20
     u = log_u.exp()
-    # c = dL/dd / u; where u vanishes, so does every p_j.
+    # c = dL/dd / u. If u underflows to 0, so do the p_j of all other classes, and c may be 0.
     scale = torch.where(u > 0, slope / u, torch.where(slope.isnan(), slope, 0.0))
     if of_lse is not None:
         scale = scale + of_lse  # dlse/dz_j = p_j
@@ -305,14 +308,14 @@ def gradients(
         part, label, owned = z[block], split.label[block], split.owned[block]
         top, log_sum, log_u_here, scale_here = (values[block] for values in (rows.top, rows.log_sum, log_u, scale))
         grad = slice_gradient(scale_here, part, label, top, log_sum, log_u_here)
-        # Rows without a target here were told class 0.
+        # The kernel took class 0 as the label of rows whose target is in another slice; correct that column.
         at = torch.zeros_like(label) if of_lse is None else label
         p = ((part.gather(1, at.unsqueeze(1)).squeeze(1).double() - top) - log_sum).exp()
         without = torch.where(scale_here == 0, 0.0, scale_here * p)
         if of_lse is None:
             own = grad[:, 0].double()
         else:
-            # The label's own derivatives: dd/dz = -1, and again p.
+            # At the label dd/dz = -1 and dlse/dz = p.
             slope_here, of_lse_here = slope[block], of_lse[block]
             is_zero = (slope_here == 0) & (of_lse_here == 0)
             own = torch.where(is_zero, 0.0, of_lse_here * p - slope_here)
@@ -321,7 +324,7 @@ def gradients(
 
 
 def gradient(z: Tensor, split: Split, rows: RowStatistics, slope: Tensor, of_lse: Tensor | None = None) -> Tensor:
-    """The slice's gradient [n, C_r]."""
+    """The gradient [n, C_r] of the slice."""
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.focalkern.vocab_slice_gradient(slope, of_lse, z, split.label, split.owned, *rows[:3])
         return found
@@ -331,7 +334,7 @@ def gradient(z: Tensor, split: Split, rows: RowStatistics, slope: Tensor, of_lse
     return result
 
 
-# ---- the parts of a slice as operators, which a compiled graph holds instead of their blocks -------------------------
+# ---- the computations of a slice as custom operators: a compiled graph does not trace their loops over blocks --------
 
 
 @torch.library.custom_op("focalkern::vocab_slice_statistics", mutates_args=())

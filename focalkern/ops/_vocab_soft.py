@@ -1,14 +1,14 @@
-"""Targets that are spread over classes of several ranks: label smoothing and class probabilities.
+"""Soft targets over classes that are split over ranks: label smoothing and class probabilities.
 
-With t the shares of the target, w the class weights and l(p) = -f(p) log p, a row's loss is L = sum_i w_i t_i l(p_i),
-and
+With t the target probabilities, w the class weights and l(p) = -f(p) log p, a row's loss is
+L = sum_i w_i t_i l(p_i), and
 
     dL/dz_j = s_j - p_j G,    s_j = w_j t_j dl/dlog p_j,    G = sum_i s_i
 
-Every rank sums its classes; two reductions give the softmax of all classes (MAX of the largest logit, SUM of the
-others' exponentials), a third one the loss, G and the slope in gamma. Each term l(p) is the loss of two classes with
-the logits (log p - log(1 - p), 0), in float64, block by block; 1 - p of the largest class comes from the sum of the
-others.
+Every rank sums over its classes. Two reductions give the softmax of all classes (MAX of the largest logit, SUM of the
+exponentials of the others), and a third gives the loss, G and dL/dgamma. Each term l(p) is the loss of two classes with
+the logits (log p - log(1 - p), 0), in float64, block by block. For the largest class, 1 - p is the sum of the other
+probabilities, which does not cancel.
 """
 
 from collections.abc import Iterator
@@ -25,16 +25,16 @@ __all__ = ["Shares", "SoftLosses", "SoftRows", "soft_gradients", "soft_losses"]
 
 
 class Shares(NamedTuple):
-    """The targets of the classes of a slice, without smoothing."""
+    """Targets and weights of a slice, before smoothing."""
 
     target: Tensor | None  # [n, C_r] class probabilities; None for the labels of a Split
     weight: Tensor | None  # [C_r] class weights
-    needs_target: bool  # whether the derivative in the class probabilities is wanted
-    row_weight: Tensor | None  # [n] weights of the rows in the mean, and so of their z-loss
+    needs_target: bool  # whether the class probabilities need a gradient
+    row_weight: Tensor | None  # [n] weights of the rows in the mean and in the z-loss
 
     @classmethod
     def of(cls, target: Tensor | None, weight: Tensor | None, classes: int, split: Split) -> "Shares":
-        """``weight`` has all classes."""
+        """The shares of this rank's slice; ``weight`` [C] has the classes of all ranks."""
         rows = split.row_weights(None if target is not None else weight, torch.float64)
         if weight is None:
             return cls(target, None, False, rows)
@@ -47,7 +47,7 @@ class Shares(NamedTuple):
 
 
 class SoftRows(NamedTuple):
-    """Numbers of each row, in float64."""
+    """Float64 numbers [n] that the gradient needs of each row."""
 
     top: Tensor  # the largest logit of all ranks
     log_total: Tensor  # log sum_j exp(z_j - top)
@@ -58,8 +58,8 @@ class SoftRows(NamedTuple):
 def soft_losses(
     z: Tensor, split: Split, shares: Shares, gamma: Tensor | None, settings: Settings
 ) -> tuple[Tensor, SoftRows, Tensor]:
-    """Losses, inputs of the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk. ``gamma`` [] or [n]
-    replaces the gamma of the settings."""
+    """Losses, the numbers for the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk. ``gamma``, [] or
+    [n], replaces the gamma of the settings."""
     rows = _softmax(z, split.group)
     sums = torch.zeros(3, len(z), dtype=torch.float64, device=z.device)
     for block in blocks(z) if z.shape[1] else ():
@@ -86,7 +86,7 @@ def soft_gradients(
     settings: Settings,
     upstream: Tensor,
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """The slice's gradients of logits and class probabilities, block by block, in float64."""
+    """The gradients of the slice's logits and class probabilities, block by block, in float64."""
     for block in blocks(z) if z.shape[1] else ():
         here = SoftRows(*(values[block] for values in rows))
         of_gamma = None if gamma is None else gamma.detach().expand(len(z))[block]
@@ -98,18 +98,18 @@ def soft_gradients(
 
 
 def _softmax(z: Tensor, group: Any) -> SoftRows:
-    """The softmax of all ranks' classes."""
+    """The normalisation of the softmax over the classes of all ranks (``slope`` is 0)."""
     top = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
     rest = torch.zeros_like(top)
     for block in blocks(z) if z.shape[1] else ():
         part = z[block].double()
         top[block], where = part.max(1)
         shifted = part - torch.where(top[block] == -torch.inf, 0.0, top[block]).unsqueeze(1)
-        # A NaN must not be left out with the largest logit: a reduction by MAX may lose it.
+        # top * 0 carries a NaN into the sum, because a reduction by MAX may drop it.
         rest[block] = shifted.scatter(1, where.unsqueeze(1), -torch.inf).exp().sum(1) + top[block] * 0.0
         rest[block] = torch.where(top[block] == -torch.inf, 0.0, rest[block])
     largest = all_reduce(top.clone(), "max", group)
-    # The largest logit of this rank, unless it is that of all, is one of the others.
+    # `rest` excludes this rank's largest logit. Add it to the others unless it is the largest of all ranks.
     scale = torch.where(top == -torch.inf, 0.0, (top - largest).exp())
     holds = top == largest
     sums = torch.stack([rest * scale + torch.where(holds, 0.0, scale), holds.double()])
@@ -122,8 +122,8 @@ def _softmax(z: Tensor, group: Any) -> SoftRows:
 def _terms(
     z: Tensor, split: Split, shares: Shares, rows: SoftRows, gamma: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """For a block: the slice's part of the losses [n], s [n, C_r], and the derivatives in the class probabilities and
-    in gamma [n]."""
+    """For a block: the slice's part of the losses [n], s [n, C_r], and the derivatives in the class probabilities
+    [n, C_r] (None if not needed) and in gamma [n]."""
     top, log_total, log_u_top = (values.unsqueeze(1) for values in rows[:3])
     logits = z.double()
     log_p = (logits - top) - log_total
@@ -131,7 +131,7 @@ def _terms(
     of_class = None if gamma is None else gamma.double().unsqueeze(1).expand_as(log_p).reshape(-1)
     found = slopes((log_u - log_p).reshape(-1), of_class, settings)
     loss, of_margin, of_gamma = (values.reshape(log_p.shape) for values in found)
-    # d log p / dd = -u; where u vanishes, all others do, and G cancels s.
+    # d log p / dd = -u. If u underflows to 0, so do all other p_j, and s - p G cancels for any s.
     u = log_u.exp()
     of_log_p = torch.where(u > 0, -of_margin / u, torch.where(of_margin.isnan(), of_margin, 0.0))
     e, target = settings.label_smoothing, shares.target
@@ -141,9 +141,9 @@ def _terms(
     weight = torch.ones_like(loss) if shares.weight is None else shares.weight.double().expand_as(loss)
     share = weight * ((1.0 - e) * target.double() + (e / split.classes.double() if e else 0.0))
     counts = split.counts.unsqueeze(1)
-    # A class without a share contributes 0, also where its logit is -inf.
+    # A class without target mass contributes 0, also if its logit is -inf.
     share, none = torch.where(counts, share, 0.0), (share == 0) | ~counts
-    nan = torch.where(split.legal, 0.0, torch.nan)  # a label out of range, if nothing has checked the labels
+    nan = torch.where(split.legal, 0.0, torch.nan)  # a label out of range makes its row NaN
     losses = torch.where(none & (loss == torch.inf), 0.0, share * loss).sum(1) + nan
     of_target = None
     if shares.needs_target:
@@ -153,7 +153,7 @@ def _terms(
 
 
 class SoftLosses(torch.autograd.Function):
-    """Losses [N] in float64 from this rank's slice of the logits."""
+    """Losses [N] in float64 from this rank's slice of the logits, for soft targets."""
 
     @staticmethod
     def forward(

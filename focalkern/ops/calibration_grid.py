@@ -1,4 +1,4 @@
-"""Calibration criteria of every (gamma, temperature) of a grid, without the probabilities of any of them."""
+"""Calibration criteria of every (gamma, temperature) of a grid, without storing probabilities."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration
 PAPER_GAMMAS: tuple[float, ...] = (-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 5.0)
 """The nine gammas that Komisarenko & Kull search (ECAI 2024, section 5)."""
 
-# index / 100, so that 0.35 is 0.35 and not the end of a long sum.
+# index / 100 instead of repeated addition, so that 0.35 is exactly the float 0.35.
 PAPER_TEMPERATURES: tuple[float, ...] = tuple(index / 100 for index in range(1, 501))
 """The 500 temperatures that Komisarenko & Kull search, 0.01 to 5."""
 
@@ -36,7 +36,7 @@ class CalibrationGrid:
     """The result of :func:`calibration_grid`.
 
     Attributes:
-        gammas: [Gg] float64, on the device of ``input``, like every tensor here. For arrays they are all arrays.
+        gammas: [Gg] float64, on the device of ``input``, like every tensor of the result. Array inputs give arrays.
         temperatures: [Gt] float64.
         tables: {criterion: [Gg, Gt] float64}, as fractions (``nll`` in nats per sample).
         n_bins: number of bins behind ``ece`` and ``mce``.
@@ -59,7 +59,7 @@ class CalibrationGrid:
     estimator: str
 
     def best(self, criterion: str) -> tuple[float, float, float]:
-        """The cell with the smallest value: the first one in (gamma index, temperature index) order.
+        """The cell with the smallest value; of equal cells the first in (gamma index, temperature index) order.
 
         Args:
             criterion: a key of ``tables``.
@@ -110,7 +110,7 @@ def calibration_grid(
     is plain temperature scaling. Both are the post-hoc map of :func:`focal_calibration_map`. The probabilities of a
     cell are never stored. The kernels give the same bits on every run, and on the CPU for every number of threads.
 
-    A progress bar shows after two seconds where stderr is a terminal and tqdm is installed.
+    A progress bar appears after two seconds if stderr is a terminal and tqdm is installed.
 
     Args:
         input: [N, C] or [N, C, d1, ...] logits or probabilities, C >= 2, float16, bfloat16, float32 or float64. Half
@@ -127,7 +127,7 @@ def calibration_grid(
             confidence, and 0 in the first bin. ``"equal_mass"``: the confidences in ascending order, ties by row,
             split as by numpy.array_split. ``"equal_mass_interp"``: edges interp(linspace(0, N, M + 1), arange(N),
             sorted), bins (lo, hi]; the lowest sample falls in no bin, as in the published code of adaptive ECE.
-        input_kind: what ``input`` holds.
+        input_kind: ``"logits"`` or ``"probs"``, the content of ``input``.
         ignore_index: label of ignored rows.
 
     Returns:
@@ -144,8 +144,8 @@ def calibration_grid(
     1706.04599) and Mukhoti et al. 2020 (arXiv 2002.09437).
 
     Example:
-        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(10, 1)  # class 0 with probability 0.98, always,
-        >>> target = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10
+        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(10, 1)  # class 0 with probability 0.98 in every row,
+        >>> target = torch.tensor([0] * 8 + [1] * 2)  # correct in 8 of 10 rows
         >>> grid = fk.calibration_grid(logits, target, gammas=[0.0, 1.0], temperatures=[1.0, 3.0])
         >>> grid.tables["ece"].round(decimals=4)
         tensor([[0.2108, 0.3252],
@@ -213,7 +213,7 @@ def pixels_as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_progress(blocks: list[tuple[int, int]], n_gammas: int) -> Iterator[tuple[int, int]]:
-    """The blocks [begin, end), counted in cells by a progress bar where there is more than one."""
+    """The blocks [begin, end), with a progress bar that counts cells if there is more than one block."""
     total = n_gammas * (blocks[-1][1] if blocks else 0)
     with ProgressBar(total, "calibration grid", "cell", None if len(blocks) > 1 else False) as bar:
         for begin, end in blocks:

@@ -58,8 +58,7 @@ def focal_calibration_map(
     computed in log space, without an epsilon: log-probabilities keep their relative precision when a row saturates.
     gamma = 0 is temperature scaling, log p = log_softmax(z / T). The order of the classes is kept.
 
-    The sign of gamma has not the meaning that it has in :func:`focal_loss`: a negative gamma is put into the same
-    formula, it does not stand for the inverse focal loss.
+    A negative gamma uses the same formula. Unlike in :func:`focal_loss`, it does not stand for the inverse focal loss.
 
     float16, bfloat16 and float32 are computed in float32, float64 in float64. The kernels give the same bits on every
     run, and on the CPU for every number of threads.
@@ -67,12 +66,12 @@ def focal_calibration_map(
     Args:
         input: [..., C] logits, or probabilities with ``input_kind="probs"``; float16, bfloat16, float32 or float64, C
             >= 2; a tensor, or an array. A logit of -inf, or a probability of 0, is a class that cannot occur: its
-            result is 0 (-inf with ``log``), it takes part in nothing else and its gradient is 0. At a probability of 0
-            that gradient is not the derivative, which is not supported.
+            result is 0 (-inf with ``log``), it changes no other class, and its gradient is 0. For a probability of 0
+            the true derivative is not 0; it is not supported.
         gamma: a number, or a floating-point tensor broadcastable to [...]; finite and > -1.
         temperature: a number, or a floating-point tensor broadcastable to [...]; finite and > 0.
-        input_kind: ``"logits"`` or ``"probs"``; it is never guessed. Rows of probabilities must sum to 1 within 1e-3
-            (and the rounding of float16 or bfloat16) and are renormalised.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Rows of probabilities must sum to 1 within
+            1e-3 (and the rounding of float16 or bfloat16) and are renormalised.
         log: return log-probabilities.
 
     Returns:
@@ -84,10 +83,10 @@ def focal_calibration_map(
         TypeError: dtype or kind of an argument.
         ValueError: shape, option or device of an argument; fewer than two classes; gamma or temperature outside their
             domain; a row with NaN or +inf, without any class that can occur, with a negative probability or another
-            sum. Values are named with their row, the index into the flattened leading dimensions. On CUDA, in compiled
-            graphs and under torch.func, where looking at values would break the graph or wait for the device, such
-            rows are NaN instead; there the environment variable FOCALKERN_VALIDATE=1 makes the operator raise (not
-            under torch.func).
+            sum. The error names the row, its index into the flattened leading dimensions. On CUDA, in compiled graphs
+            and under torch.func such rows become NaN instead, because reading values would synchronise the device or
+            break the graph; there the environment variable FOCALKERN_VALIDATE=1 makes the operator raise (not under
+            torch.func).
         NotImplementedError: a device without a kernel.
 
     Source: Komisarenko and Kull, ECAI 2024 (arXiv 2408.11598).
@@ -139,8 +138,8 @@ def binary_focal_calibration_map(
 
     .. math:: g(s) = (1 + \gamma) s - \log(1 + \gamma\phi(\sigma(s))) + \log(1 + \gamma\phi(\sigma(-s)))
 
-    Elementwise, odd and strictly increasing in the logit. A negative gamma is put into the same formula; it does not
-    stand for the inverse focal loss.
+    The map is elementwise, odd and strictly increasing in the logit. A negative gamma uses the same formula; it does
+    not stand for the inverse focal loss.
 
     Args:
         logits: any shape, the logit of class 1 against class 0; float16, bfloat16, float32 or float64; a tensor, or an
@@ -156,8 +155,8 @@ def binary_focal_calibration_map(
     Raises:
         TypeError: dtype or kind of an argument.
         ValueError: shape or device of an argument; gamma or temperature outside their domain; a logit that is NaN or
-            +inf, named with its index into the flattened logits. Values raise where those of
-            :func:`focal_calibration_map` do, and give NaN elsewhere.
+            +inf, named with its index into the flattened logits. Where :func:`focal_calibration_map` returns NaN for
+            invalid values instead of raising, this function does too.
         NotImplementedError: a device without a kernel.
 
     Source: Komisarenko and Kull, ECAI 2024 (arXiv 2408.11598).
@@ -202,7 +201,7 @@ def _map(
         temperature = _check_number(op, "temperature", temperature, 0.0, "positive")
     try:
         return _through(input, gamma, temperature, kind, log)
-    except (TypeError, ValueError, RuntimeError) as error:  # errors that are so rare that they are looked for only here
+    except (TypeError, ValueError, RuntimeError) as error:  # arguments are checked only after an error, for speed
         flag(op, "log_odds" if kind == _BINARY else "log", log)
         raise reworded(op, error, **{name: input}, gamma=gamma, temperature=temperature) from None
 
@@ -227,14 +226,15 @@ def _check_number(op: str, name: str, value: object, bound: float, domain: str) 
 
 
 def _as_tensor(value: float | Tensor) -> Tensor:
-    # A tensor, and not a constant of a compiled graph: another value must not compile again.
+    # A tensor, not a constant of a compiled graph, so that another value does not compile again.
     return value if isinstance(value, Tensor) else torch.zeros((), dtype=torch.float64) + value
 
 
 def _through_dispatcher(
     input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool, validate: bool
 ) -> Tensor:
-    """The path for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    """The call through torch's dispatcher, for compiled and exported graphs and tensor subclasses, which see only
+    operators."""
     wide = input.dtype in HALVES and autocast_is_on(input.device.type)
     if torch._C._are_functorch_transforms_active():
         return torch.ops.focalkern.calibration_map_composite(input, gamma, temperature, kind, log, wide)

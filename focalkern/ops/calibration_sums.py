@@ -1,4 +1,4 @@
-"""Sums over samples for the calibration criteria of a grid; they are added batch by batch."""
+"""Sums over samples for the calibration criteria of a grid, accumulated batch by batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -17,13 +17,13 @@ _EQUAL_WIDTH = 0
 
 @dataclass
 class CalibrationSums:
-    """Sums over the samples seen so far, per cell of a grid; None where no criterion needs them.
+    """Sums over the samples added so far, per cell of a grid; None for sums that no criterion needs.
 
     Attributes:
         rows: [1] int64 on the CPU, the number of samples.
         count: [Gg, Gt, B] int64, samples per bucket of their confidence.
         confidence: [Gg, Gt, B] float64, sum of these confidences.
-        correct: [Gg, Gt, B] int64, how many of them are correct.
+        correct: [Gg, Gt, B] int64, number of these samples that are correct.
         nll: [Gg, Gt] float64, sum of -log p_target.
         brier: [Gg, Gt] float64, sum over the samples of sum over the classes of (p_k - [k = target])^2.
     """
@@ -41,7 +41,7 @@ class CalibrationSums:
     ) -> "CalibrationSums":
         """The sums of zero samples."""
         cells = (n_gammas, n_temperatures)
-        # Ordinary tensors, which may be added to later, also where this happens inside torch.inference_mode().
+        # Inside torch.inference_mode() too, the sums must be ordinary tensors, which later batches may change in place.
         with torch.inference_mode(False):
             sums = cls(torch.zeros(1, dtype=torch.int64))
             if "ece" in criteria or "mce" in criteria:
@@ -55,7 +55,7 @@ class CalibrationSums:
         return sums
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """Those per cell that are there, by name."""
+        """The sums per cell that are not None, by name."""
         pairs = ((field.name, getattr(self, field.name)) for field in fields(self)[1:])
         return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
@@ -63,7 +63,7 @@ class CalibrationSums:
 def check_rows(
     input: Tensor, target: Tensor, gammas: Tensor, temperatures: Tensor, *, is_probs: bool, ignore_index: int
 ) -> None:
-    """Raises what :func:`focalkern.calibration_grid` raises of a bad row."""
+    """Raises the errors of :func:`focalkern.calibration_grid` for invalid rows."""
     backend_for(input).CalibrationGridRun(
         input, target, gammas, temperatures, _NO_BINS, _CRITERIA["nll"], _EQUAL_WIDTH, is_probs, ignore_index
     )
@@ -87,9 +87,10 @@ def add_calibration_sums(
         sums: on the device of ``input``, changed in place.
         input, target: as for :func:`focalkern.calibration_grid`.
         gammas, temperatures: [Gg] and [Gt] float64 on the CPU.
-        criteria: those that ``sums`` was made for.
+        criteria: the criteria for which ``sums`` was made.
         sketch: True for the buckets of the quantile sketch, False for equally wide buckets.
-        is_probs, ignore_index: as there.
+        is_probs: whether ``input`` holds probabilities.
+        ignore_index: as for :func:`focalkern.calibration_grid`.
 
     Raises:
         TypeError, ValueError, IndexError, NotImplementedError: as :func:`focalkern.calibration_grid`.

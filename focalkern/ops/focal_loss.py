@@ -123,9 +123,10 @@ def focal_loss(
             float64 logits where every t_j is almost equal to p_j.
         gamma: a number; a floating-point tensor broadcastable to the unreduced loss [N, d1, ...]; or a
             :class:`GammaTable`, looked up at each p inside the kernel and treated as a constant. A tensor is
-            differentiable: dL/dgamma = -u^gamma log(u) log(p), from the right at 0. (It is for bilevel use. Minimising
-            the training loss itself over gamma is degenerate, because dL/dgamma <= 0.) Below -3.591 the slope of the
-            inverse focal loss changes sign near p = 0.28; a number below that is warned about.
+            differentiable: dL/dgamma = -u^gamma log(u) log(p), at gamma = 0 the derivative from the right. (The
+            derivative is meant for bilevel optimisation. Minimising the training loss itself over gamma is degenerate,
+            because dL/dgamma <= 0.) Below -3.591 the slope of the
+            inverse focal loss changes sign near p = 0.28; a number below that causes a warning.
         weight: [C] class weights, floating point; not differentiable.
         ignore_index: label whose samples count neither in the loss nor in the mean. Label targets only.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples that are not ignored
@@ -138,13 +139,12 @@ def focal_loss(
             (p_j - [j = y]). gamma = 1 with ``detach_modulation=True`` is dynamic fine-tuning (:class:`DFTLoss`). A
             negative gamma in a tensor or a table makes the loss NaN.
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
-            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It counts as much as the
-            row does in the mean, and is 0 where the row is ignored. For labels without smoothing both terms share one
-            pass over the logits, and one in the backward pass; otherwise, and under torch.func, the z-loss takes one
-            more of each.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. The logits are read once more for
-            it, in blocks, by torch operations; with ``label_smoothing`` twice more. On the CPU this takes longer than
-            the loss and its gradient: ask for it in the steps that are logged.
+            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). The mean weights it as the
+            loss of its row; for an ignored row it is 0. For labels without smoothing both terms share one pass over the
+            logits, forward and backward. For other targets and under torch.func, the z-loss takes one more pass each.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. Torch operations read the logits once
+            more for it, in blocks; with ``label_smoothing`` twice more. On the CPU this takes longer than the loss and
+            its gradient: set it only in the steps that are logged.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
@@ -155,9 +155,9 @@ def focal_loss(
     Raises:
         TypeError: dtype or kind of an argument.
         ValueError: shape, value or device of an argument.
-        IndexError: a label outside [0, C) that is not ``ignore_index``, with its row. On CUDA this would have to wait
-            for the device: the loss and gradient of such a row are NaN, and :func:`check_labels` or the environment
-            variable FOCALKERN_VALIDATE=1 raises.
+        IndexError: a label outside [0, C) that is not ``ignore_index``, with its row. On CUDA, where this check would
+            synchronise the device, the loss and gradient of such a row are NaN; :func:`check_labels` and the
+            environment variable FOCALKERN_VALIDATE=1 raise there.
         NotImplementedError: a device without a kernel.
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437); Wang et al., NeurIPS 2021
@@ -214,7 +214,7 @@ def focal_loss(
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
     elif not compiling and (type(gamma) is not float or not STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
-        gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value
+        gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value of gamma
     arguments = (gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
     is_smooth = type(label_smoothing) is not float or label_smoothing > MOST_SMOOTHING
     try:
@@ -226,7 +226,7 @@ def focal_loss(
         ValueError,
         IndexError,
         RuntimeError,
-    ) as error:  # errors that are so rare that they are looked for only here
+    ) as error:  # arguments are checked only after an error, for speed
         check_types("focal_loss", weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded("focal_loss", error, input=input, target=target, gamma=gamma, weight=weight) from None
 
@@ -270,12 +270,12 @@ def _over_mesh(
 def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignore_index: int = -100) -> None:
     """Raises unless every label is in [0, n_classes) or equal to ``ignore_index``.
 
-    For CUDA targets, whose labels :func:`focal_loss` does not check on the host. This waits for the device.
+    Use it for CUDA targets, whose labels :func:`focal_loss` does not check. It synchronises the device.
 
     Args:
         target: labels of any shape, int64, int32 or uint8; a tensor, or an array.
         n_classes: number of classes, at least 1.
-        ignore_index: the label that stands for no class.
+        ignore_index: label of ignored samples, which is valid too.
 
     Raises:
         TypeError: ``target`` is not an integer tensor of these dtypes.
@@ -299,7 +299,7 @@ def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignor
 
 
 def _check_gamma(gamma: object) -> float | Tensor:
-    """Everything that is not an ordinary float: tensors, integers, and floats that are refused or warned about."""
+    """Gamma if it is not an ordinary float: a tensor, an integer, or a float that is refused or causes a warning."""
     if isinstance(gamma, Tensor):
         return gamma
     found = finite("focal_loss", "gamma", gamma, "a number, a tensor or a GammaTable")

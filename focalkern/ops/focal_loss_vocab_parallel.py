@@ -1,4 +1,4 @@
-"""The focal loss where every rank has a slice of the classes; :mod:`focalkern.ops._vocab_slices` says how."""
+"""The focal loss with classes split over ranks; :mod:`focalkern.ops._vocab_slices` describes the method."""
 
 import math
 from typing import Any, Literal, overload
@@ -105,41 +105,40 @@ def focal_loss_vocab_parallel(
 ) -> Tensor | LossWithStats:
     r"""The focal loss of logits whose classes are split over the ranks of a process group.
 
-    It is :func:`focal_loss` of all logits to rounding. Every rank calls it with its slice of the classes and the same
-    of everything else, and gets the same loss, bit by bit; the gradient of its slice stays with it. Per row 16 bytes
-    are reduced by MAX and 8 by SUM, for any number of classes; one number per call gives all ranks the sizes of the
-    slices.
+    Up to rounding it equals :func:`focal_loss` of all logits. Every rank passes its slice of the logits and otherwise
+    the same arguments, and gets the same loss, bit by bit, and the gradient of its slice. Per row the ranks reduce 16
+    bytes by MAX and 8 by SUM, for any number of classes; per call they exchange the sizes of their slices.
 
     Args:
         logits: [C_r], [N, C_r] or [B, S, C_r], classes last: this rank's slice, of any size, also 0. The classes of
-            rank r follow those of rank r - 1. float16, bfloat16, float32 or float64. Or a DTensor that is split
-            (``Shard``) over its last dimension and nothing else, as ``ColwiseParallel(use_local_output=False)`` returns
-            it; then ``process_group`` is its mesh's, and the loss is a plain tensor. :func:`focal_loss` takes DTensors
-            of other placements too, and returns one. A logit of -inf is a class that cannot occur (padding).
+            rank r follow those of rank r - 1. float16, bfloat16, float32 or float64. A logit of -inf is a class that
+            cannot occur (padding). Or a DTensor that is sharded over its last dimension only, as
+            ``ColwiseParallel(use_local_output=False)`` returns it; then ``process_group`` is the group of its mesh, and
+            the loss is a plain tensor. (:func:`focal_loss` accepts DTensors of other placements too, and returns one.)
         target: labels of the leading shape, among all classes, int64, int32 or uint8; or this rank's slice of the class
             probabilities, of the shape of ``logits``, floating point.
         gamma: a number, a tensor broadcastable to the unreduced loss or a :class:`GammaTable`, as in
-            :func:`focal_loss`. Tensors are differentiable, and every rank has the whole gradient.
-        process_group: by default all ranks.
+            :func:`focal_loss`. Tensors are differentiable, and every rank gets the whole gradient.
+        process_group: the group of the ranks; None is the group of all ranks.
         weight: [C] weights of all classes; not differentiable.
         ignore_index, reduction: as in :func:`focal_loss`.
-        label_smoothing: e in [0, 1], spread over the classes of all ranks, padding too. With it, and with class
-            probabilities, the terms of all classes are computed by torch operations in float64, and 24 more bytes per
-            row are reduced.
+        label_smoothing: e in [0, 1], spread over the classes of all ranks, padding included. With it, and with class
+            probabilities, torch operations compute the terms of all classes in float64, and the ranks reduce 24 more
+            bytes per row.
         detach_modulation, modulation: as in :func:`focal_loss`.
         z_loss: c >= 0: adds c lse^2 to the loss of each row, with the log-sum-exp of all classes, as in
-            :func:`focal_loss`; nothing more is reduced for it.
-        return_stats: return the :class:`LossStats` of all classes too, the same on every rank. Labels only. The slice
-            is read once more for it (with ``label_smoothing`` twice), and 24 more bytes per row are reduced.
+            :func:`focal_loss`; it needs no further reduction.
+        return_stats: return the :class:`LossStats` of all classes too, the same on every rank. Labels only. It reads
+            the slice once more (with ``label_smoothing`` twice) and reduces 24 more bytes per row.
 
     Returns:
         The loss, scalar or of the leading shape, in the dtype of ``logits`` (float32 for half-precision ones under
-        autocast). Differentiable once, in ``logits``, ``gamma`` and class probabilities. ``torch.compile`` takes it
-        into one graph (``fullgraph=True``) for labels without smoothing, and ends the graph there for the others. With
+        autocast). Differentiable once, in ``logits``, ``gamma`` and class probabilities. For labels without smoothing
+        ``torch.compile`` keeps it in one graph (``fullgraph=True``); for other targets it breaks the graph. With
         ``return_stats=True`` a :class:`LossWithStats` (loss, stats).
 
     Raises:
-        TypeError, ValueError: as :func:`focal_loss`; on the CPU also ranks that were called with different shapes.
+        TypeError, ValueError: as :func:`focal_loss`; on the CPU also a ValueError if ranks pass different shapes.
         IndexError: a label outside [0, C), on the CPU; elsewhere its row becomes NaN.
         RuntimeError: no process group; a rank that died or does not answer within the group's timeout.
 
@@ -191,8 +190,8 @@ def loss_of_slices(
     z_loss: float = 0.0,
     return_stats: bool = False,
 ) -> Any:
-    """The loss of a number from slices [..., C_r] of the classes, with return_stats a :class:`LossWithStats`; ``op`` is
-    who was called."""
+    """The row loss number ``kind`` from slices [..., C_r] of the classes, with return_stats a :class:`LossWithStats`;
+    errors name ``op``."""
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
@@ -213,7 +212,7 @@ def loss_of_slices(
         raise TypeError(f"{op}: logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if not has_float64(logits.device):
         raise TypeError(
-            f"{op}: logits must be on a device with float64, in which the ranks' sums are, got {logits.device}"
+            f"{op}: logits must be on a device with float64, the dtype of the sums over ranks, got {logits.device}"
         )
     if logits.dim() < 1:
         raise ValueError(f"{op}: logits must be [C_r], [N, C_r] or [B, S, C_r], got a single number")
@@ -240,7 +239,7 @@ def loss_of_slices(
         losses = apply(rows, shares, of_rows, split, weight, settings)
     else:
         statistic = statistics_of(rows, op, split, z_loss != 0)
-        # Rows that do not count may hold anything, and the derivative of 0 * NaN is NaN.
+        # Ignored rows may hold NaN, and the derivative of 0 * NaN would be NaN.
         losses = row_losses(torch.where(split.counts, statistic.margin, 0.0), gammas, settings)
         if z_loss:
             losses = losses + z_loss * torch.where(split.counts, statistic.lse, 0.0).square()
@@ -257,7 +256,7 @@ def loss_of_slices(
 
 
 def extras_of(op: str, z_loss: Any, return_stats: Any) -> tuple[float, bool]:
-    """The two as a float and a bool."""
+    """z_loss as a float and return_stats as a bool, both checked."""
     if not (torch.compiler.is_compiling() and type(z_loss) is float):  # a graph must not depend on the value
         z_loss = finite(op, "z_loss", z_loss)
         if z_loss < 0:
@@ -268,7 +267,7 @@ def extras_of(op: str, z_loss: Any, return_stats: Any) -> tuple[float, bool]:
 def refuse_stats_of_probabilities(op: str, target: Tensor, return_stats: bool) -> None:
     if return_stats and target.is_floating_point():
         raise ValueError(
-            f"{op}: return_stats=True needs labels, got class probabilities, which have no one target; leave it out"
+            f"{op}: return_stats=True needs labels, got class probabilities, which have no single target; leave it out"
         )
 
 
@@ -286,7 +285,9 @@ def _without_dtensor(logits: Any, target: Any, process_group: Any) -> tuple[Any,
             f"nothing else, got {logits.placements}"
         )
     if process_group is not None:
-        raise ValueError(f"{_OP}: process_group is that of the DTensor's mesh; leave it out")
+        raise ValueError(
+            f"{_OP}: process_group must be None for a DTensor, whose mesh gives the group, got a group; leave it out"
+        )
     return logits.to_local(), target, logits.device_mesh.get_group(split[0])
 
 
@@ -297,17 +298,17 @@ def reduced(losses: Tensor, split: Split, weight: Tensor | None, reduction: str)
     if reduction == "sum":
         return losses.sum()
     total, divisor = losses.sum(), split.row_weights(weight, losses.dtype).sum()
-    # Over no row at all: NaN with a gradient of 0.
+    # If no row counts: NaN with a gradient of 0.
     some = torch.where(split.counts.any(), divisor, 1.0)
     return total / some + torch.where(split.counts.any(), 0.0, torch.nan)
 
 
 def plain_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp and d of rows [n, C], all of whose classes are here, in operations of torch, to any order."""
+    """The log-sum-exp and d of whole rows [n, C] in torch operations, differentiable to any order."""
     z = logits.double() if has_float64(logits.device) else logits.float()
     is_label = torch.arange(z.shape[1], device=z.device) == label.unsqueeze(1)
     others = torch.where(is_label, -torch.inf, z)
-    # No class beside the target can occur: p is 1 whatever its logit is.
+    # If no other class can occur, p is 1 for any logit of the target.
     alone = (others.amax(1) == -torch.inf).unsqueeze(1)
     rest = torch.where(alone, 0.0, others).logsumexp(1)
     own = z.gather(1, label.unsqueeze(1)).squeeze(1)

@@ -1,6 +1,6 @@
-"""The inverse of the focal calibration map, and the proper loss that it makes of the focal loss: plain torch.
+"""The inverse of the focal calibration map, and the properized focal loss. Plain torch.
 
-:mod:`focalkern.ops._inverse_solver` solves the equation.
+:mod:`focalkern.ops._inverse_solver` solves the equation of the inverse map.
 """
 
 import math
@@ -59,10 +59,10 @@ def inverse_focal_calibration_map(
     Args:
         input: [..., C] logits of p, or p itself with ``input_kind="probs"``; float16, bfloat16, float32 or float64,
             C >= 2; a tensor, or an array. Classes with p = 0 have q = 0.
-        gamma: a number or a floating-point tensor broadcastable to [...]; finite and >= 0. (Below 0 the map of a
-            single class, q / G(q), is not monotone, and is not inverted here.)
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Rows of probabilities must sum to 1 within 1e-3 and are
-            renormalised.
+        gamma: a number or a floating-point tensor broadcastable to [...]; finite and >= 0. (For gamma < 0 the term of a
+            class, q / G(q), is not monotone; the inverse is not supported.)
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Rows of probabilities must sum to 1 within
+            1e-3 and are renormalised.
         log: return log q.
 
     Returns:
@@ -114,11 +114,11 @@ def binary_inverse_focal_calibration_map(
 
     .. math:: (1 + \gamma) s - \log(1 + \gamma\phi(\sigma(s))) + \log(1 + \gamma\phi(\sigma(-s))) = t
 
-    for the logit t, elementwise; s is odd and increasing in t. For the elements of one call and one gamma this holds to
-    the bit: equal logits have equal results, and no larger logit has a smaller one.
+    for the logit t, elementwise; s is odd and increasing in t. Among the elements of one call with the same gamma,
+    rounding keeps the order: equal logits have equal results to the bit, and a larger logit never has a smaller result.
 
     Args:
-        logits: any shape, t, the logit of class 1 against class 0; float16, bfloat16, float32 or float64; a tensor, or
+        logits: t, any shape: the logit of class 1 against class 0; float16, bfloat16, float32 or float64; a tensor, or
             an array.
         gamma: a number or a floating-point tensor broadcastable to the shape of ``logits``; finite and >= 0.
         log_odds: return s instead of the probability of class 1, sigma(s).
@@ -147,7 +147,7 @@ def binary_inverse_focal_calibration_map(
         )
         return of_array
     log_odds = flag(op, "log_odds", log_odds)
-    # gamma = 0 and T = 1 leave the logit as it is: this only checks it.
+    # The map with gamma = 0 and T = 1 is the identity; the call only checks the logits.
     t = _renamed(op, binary_focal_calibration_map, _widened(logits), 0.0, log_odds=True)
     gamma = _gamma_tensor(op, gamma, t)
     if not _broadcasts(gamma, t.shape):
@@ -167,12 +167,12 @@ def properized_focal_loss(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""The focal loss made proper: its expectation is smallest where the softmax is the true distribution.
+    r"""The properized focal loss, a proper score: its expectation is smallest if the softmax is the true distribution.
 
     .. math:: L^*(p, y) = L(q, y) = -(1 - q_y)^\gamma \log q_y, \qquad q = \text{inverse map of } p = \text{softmax}(z)
 
-    A network trained with it needs no calibration map afterwards; training with the focal loss and applying
-    :func:`focal_calibration_map` is the other way to the same probabilities. gamma = 0 is cross-entropy.
+    A network trained with it needs no calibration map. Training with the focal loss and then applying
+    :func:`focal_calibration_map` has the same optimal probabilities. gamma = 0 is cross-entropy.
 
     Args:
         input: logits z, (C), (N, C) or (N, C, d1, ...), float16, bfloat16, float32 or float64.
@@ -196,7 +196,7 @@ def properized_focal_loss(
         >>> bool(torch.autograd.grad(loss, logits)[0].abs().max() < 1e-6)  # smallest where softmax(logits) is the truth
         True
         >>> loss = fk.focal_loss(logits, truth, gamma=2.0)
-        >>> torch.autograd.grad(loss, logits)[0]  # which the focal loss is not
+        >>> torch.autograd.grad(loss, logits)[0]  # the focal loss has its minimum elsewhere
         tensor([[ 0.1971, -0.1267, -0.0703]])
     """
     op = "properized_focal_loss"
@@ -270,7 +270,7 @@ def _broadcasts(gamma: Tensor, shape: torch.Size) -> bool:
 
 
 def _renamed(op: str, function: Any, *arguments: Any, **options: Any) -> Tensor:
-    """Calls another operator, whose errors then carry the name that the user called."""
+    """Calls another operator and replaces its name in errors by the name of the function that the user called."""
     try:
         result: Tensor = function(*arguments, **options)
         return result

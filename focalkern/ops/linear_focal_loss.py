@@ -1,4 +1,4 @@
-"""The focal loss of a linear layer, whose logits never exist all at once."""
+"""The focal loss of a linear layer, without holding all of its logits."""
 
 from typing import Any, Literal, overload
 
@@ -34,7 +34,7 @@ __all__ = ["linear_focal_loss"]
 
 _OP = "linear_focal_loss"
 
-# Bytes of logits up to which one product and focal_loss are faster than chunks, whose steps are calls from Python.
+# Bytes of logits up to which one matrix product and focal_loss are faster than chunks, which cost Python calls each.
 _FEW_LOGITS = 2**20
 
 
@@ -126,22 +126,22 @@ def linear_focal_loss(
     .. math:: L = \mathrm{focal\_loss}(z, \mathrm{target}, \gamma), \qquad z = x W^\top + b, \quad
         \text{with softcap } s\colon z = s \tanh((x W^\top + b) / s)
 
-    to rounding, and so with gamma = 0 :func:`torch.nn.functional.linear_cross_entropy`, option by option. The rows go
-    through in chunks, whose logits share one buffer that their gradient overwrites; beyond the gradients and this
-    buffer nothing grows with N * C. For "mean" and "sum" the gradients are made in the forward pass, by three matrix
-    products in all (only those that are needed; one under ``no_grad``), and the first backward pass scales them in
-    place. A second one (``retain_graph``), every one of "none", those that are differentiated again and those under
-    ``torch.func`` recompute the logits, chunk by chunk.
+    up to rounding. With gamma = 0 it is :func:`torch.nn.functional.linear_cross_entropy`, option by option. Rows are
+    processed in chunks. The logits of all chunks share one buffer, and their gradient overwrites it; no other memory
+    grows with N * C. For "mean" and "sum" the forward pass also computes the gradients, with three matrix products in
+    all (only those that are needed; one under ``no_grad``), and the first backward pass scales them in place. The
+    logits are recomputed, chunk by chunk, in a second backward pass (``retain_graph``), for reduction "none", for
+    second derivatives and under ``torch.func``.
 
-    On the CPU rows with ``ignore_index`` are left out of the products, and cost nothing. On CUDA, counting
-    them would synchronise the device, so they stay in the products as zeros. If most rows are ignored, pass only the
-    others: ``input[keep], target[keep]``, with ``keep`` computed where the batch is made.
+    On the CPU rows with ``ignore_index`` are left out of the products and take no time. On CUDA, counting them would
+    synchronise the device, so they stay in the products as zeros. If most rows are ignored, pass only the others:
+    ``input[keep], target[keep]``, with ``keep`` computed where the batch is made.
 
     Args:
         input: [D], [N, D] or [B, S, D], float16, bfloat16, float32 or float64. If ``input``, ``linear_weight`` and
-            ``linear_bias`` are DTensors of one mesh, the loss is one too: rows of ``input`` and classes of the head may
-            be sharded (rows that are sharded on the dimension of the classes, as by sequence parallelism, are
-            gathered), and ``target`` has the placements of the rows.
+            ``linear_bias`` are DTensors of one mesh, the loss is a DTensor too. Rows of ``input`` and classes of the
+            head may be sharded; if one mesh dimension shards both, as in sequence parallelism, the rows are gathered.
+            ``target`` has the placements of the rows.
         linear_weight: [C, D], in the dtype of ``input`` (under autocast in any). A weight [C, d1, ..., D], for a
             K-dimensional head over an input [N, D], goes through :func:`focal_loss` with all its logits at once.
         target: labels of the shape of ``input`` without D (K-dimensional: [N, d1, ...]), int64, int32 or uint8; or
@@ -156,35 +156,36 @@ def linear_focal_loss(
         detach_modulation: treat the factor of log p as a constant.
         modulation: None or "confidence", as in :func:`focal_loss`. With gamma = 1 and ``detach_modulation=True`` it is
             dynamic fine-tuning (DFT), for labels Liger's ``use_token_scaling=True``.
-        chunk_rows: rows per chunk. By default the logits of a chunk take as much memory as ``input`` or half of what
-            the gradient of ``linear_weight`` is summed in, whichever is more, and at most 256 MiB. On the CPU up to
-            1 MiB of float32 or float64 logits are computed at once, which is faster.
+        chunk_rows: rows per chunk. By default the logits of a chunk take as much memory as the larger of ``input`` and
+            half of the sum for the gradient of ``linear_weight``, and at most 256 MiB. On the CPU up to 1 MiB of
+            float32 or float64 logits are computed at once, which is faster.
         softcap: s > 0: caps the logits at s in magnitude.
         process_group: the classes are split over its ranks. Rank r has the rows [C_r, D] of the weight (and of
-            ``linear_bias``) that follow the rows of rank r - 1, in any numbers. All other arguments are the same on all
-            ranks; ``linear_weight`` may be a DTensor that is split over dimension 0. Every rank gets the same loss, bit
-            by bit. The ranks exchange 24 bytes per row (see :func:`focal_loss_vocab_parallel`), and the gradient of
-            ``input``. ``chunk_rows`` must be the same on every rank; by default it depends on D alone. Class
-            probabilities are the slice [..., C_r] of the rank. Differentiable once; one operator of a compiled graph.
-        reduce_input_grad: sum the gradient of ``input`` over the ranks. False leaves each rank its part, for a caller
-            that sums it elsewhere (sequence parallelism scatters it).
+            ``linear_bias``) that follow the rows of rank r - 1; C_r may differ between ranks. All other arguments are
+            the same on all ranks; ``linear_weight`` may be a DTensor that is sharded over dimension 0. Every rank gets
+            the same loss, bit by bit. The ranks exchange 24 bytes per row (see :func:`focal_loss_vocab_parallel`), and
+            the gradient of ``input``. ``chunk_rows`` must be the same on every rank; by default it depends on D alone.
+            Class probabilities are the slice [..., C_r] of the rank. The loss is differentiable once, and one operator
+            of a compiled graph.
+        reduce_input_grad: sum the gradient of ``input`` over the ranks. False returns each rank's partial gradient, for
+            a caller that reduces it itself (sequence parallelism scatters it).
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
             2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It needs no matrix product
-            and no pass over the logits beyond the loss itself.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. Each chunk of logits is read once more
-            for it, before its gradient takes its place.
+            and no pass over the logits beyond those of the loss.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. It reads each chunk of logits once
+            more, before the gradient overwrites the chunk.
 
     Returns:
-        The loss, scalar or of the leading shape of ``input``, in the dtype that ``focal_loss(F.linear(...))`` has:
-        the dtype of ``input``; float32 for half-precision products under autocast. Products run in the dtype of
+        The loss, scalar or of the leading shape of ``input``, in the dtype of ``focal_loss(F.linear(...))``: the dtype
+        of ``input``, or float32 for half-precision products under autocast. Products are computed in the dtype of
         ``input`` or of autocast. A processor without instructions for a half type computes them in float32, with a
         float32 copy of the weight. The gradient of a half-precision weight is summed in float32 over the chunks.
         Differentiable in ``input``, ``linear_weight``, ``linear_bias``, ``gamma`` and class probabilities, to any
-        order: the second derivative too goes chunk by chunk. Under ``torch.compile`` it is one operator of the graph.
+        order; the second derivative also works chunk by chunk. Under ``torch.compile`` it is one operator of the graph.
         Forward-mode derivatives are an error: use ``focal_loss(F.linear(...))``. With ``return_stats=True`` a
-        :class:`LossWithStats` (loss, stats). With ``z_loss`` or ``return_stats`` the loss is computed as over ranks:
-        its terms of one row are in float64, and for class probabilities and smoothing also the terms of every class; a
-        second derivative and torch.func hold all logits at once.
+        :class:`LossWithStats` (loss, stats). With ``z_loss`` or ``return_stats`` the loss is computed by the code for
+        ranks: numbers per row are float64, for class probabilities and smoothing also the terms of every class; second
+        derivatives and torch.func hold all logits at once.
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -230,7 +231,7 @@ def linear_focal_loss(
 
         heads = (input, linear_weight, linear_bias)
         return linear_loss_over_mesh(_OP, local, *heads, target, gamma, weight, ignore_index, reduction)
-    code = reduction_code(_OP, reduction)  # which is MEAN, NONE or SUM
+    code = reduction_code(_OP, reduction)  # MEAN, NONE or SUM
     check_numbers(ignore_index, label_smoothing, detach_modulation, chunk_rows, softcap)
     gamma = check_modulation(_OP, modulation, gamma)
     over_ranks = process_group is not None
@@ -269,14 +270,15 @@ def linear_focal_loss(
     if over_ranks:
         if linear_weight.dim() > 2:
             raise ValueError(
-                f"{_OP}: a K-dimensional head does not go with process_group, whose ranks have a slice of the classes"
+                f"{_OP}: linear_weight must be [C_r, D] with process_group, got shape {list(linear_weight.shape)}; a "
+                "K-dimensional head cannot be split over ranks"
             )
         return over_group(gamma, process_group, chunk_rows)
     classes, leading = linear_weight.shape[0], input.shape[:-1]
     edges, gamma = gamma_of(gamma, input)
     check_target(target, leading, linear_weight.shape[:-1], ignore_index)
     check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
-    # A graph without kernels, or under a transform, contains the pair of operations, which the compiler may optimize.
+    # Without kernels, and under a transform, a graph contains F.linear and focal_loss, which the compiler may fuse.
     compiling = torch.compiler.is_compiling()
     extras = z_loss != 0 or return_stats
     transformed = (compiling or extras) and torch._C._are_functorch_transforms_active()
@@ -285,13 +287,13 @@ def linear_focal_loss(
         loss_dtype = torch.promote_types(loss_dtype, target.dtype)
     few = (
         not compiling
-        and not torch._C._are_functorch_transforms_active()  # vmap has no value of any()
+        and not torch._C._are_functorch_transforms_active()  # under vmap, any() has no Python value
         and chunk_rows is None
         and is_plain(input)
         and input.dtype == dtype == loss_dtype  # no autocast
-        and dtype not in HALVES  # their gradients are rounded once, after the sum over rows
+        and dtype not in HALVES  # chunks round gradients of half types only once, after the sum over rows
         and leading.numel() * classes * input.element_size() <= _FEW_LOGITS
-        and not bool((target == ignore_index).any())  # their rows may hold anything and take no part in the products
+        and not bool((target == ignore_index).any())  # ignored rows may hold NaN, and must stay out of the products
     )
     if linear_weight.dim() > 2 or transformed or few or (compiling and not has_kernels(input)):
         return _unfused(

@@ -10,5 +10,5 @@ __all__ = ["map_nll_sums_for"]
 
 
 def map_nll_sums_for(input: Tensor) -> Any:
-    """:func:`focalkern.fallback.map_nll_sums`, or the kernel of the same arguments: on the CPU."""
+    """The kernel for tensors on the CPU if it is compiled, else :func:`focalkern.fallback.map_nll_sums`."""
     return (backend_for(input) if input.is_cpu else fallback).map_nll_sums

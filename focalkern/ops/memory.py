@@ -1,4 +1,4 @@
-"""The memory of large results on the CPU."""
+"""The cache of CPU memory for large results."""
 
 from focalkern.ops._backend import module_or_fallback
 
@@ -6,7 +6,7 @@ __all__ = ["empty_cache"]
 
 
 def empty_cache() -> None:
-    """Frees the memory that is kept on the CPU for the next gradient or mapped tensor.
+    """Frees the CPU memory that focalkern keeps for later gradients and mapped tensors.
 
     focalkern reuses the memory of freed results of 256 KiB or more for later results of about that size, because page
     faults cost more time than the computation. It keeps at most four blocks. The environment variable
@@ -14,7 +14,7 @@ def empty_cache() -> None:
     such result is computed; a larger result is never kept. Tensors in use are never touched.
 
     Raises:
-        ValueError: FOCALKERN_CACHE_MIB is no whole number of MiB; so does the first such result.
+        ValueError: FOCALKERN_CACHE_MIB is not an integer number of MiB. The first large result raises the same error.
 
     Example:
         >>> probs = fk.focal_calibration_map(torch.zeros(1000, 1000), gamma=1.0)

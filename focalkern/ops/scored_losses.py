@@ -33,8 +33,7 @@ def varifocal_loss(
     Args:
         input: as in :func:`sigmoid_focal_loss`.
         target: as in :func:`quality_focal_loss`. A label without a score has quality 1. In ``(labels, scores)``, a
-        score
-            of 0 is a match and not background.
+            score of 0 is a match and not background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: weight of the background: a number, at least 0, or a constant floating-point tensor broadcastable to
             ``input``; None for 1.
@@ -82,8 +81,7 @@ def matchability_loss(
     Args:
         input: as in :func:`sigmoid_focal_loss`.
         target: as in :func:`quality_focal_loss`. A label without a score has quality 1. In ``(labels, scores)``, a
-        score
-            of 0 is a match and not background.
+            score of 0 is a match and not background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: weight of the background: a number, at least 0, or a constant floating-point tensor broadcastable to
             ``input``; None for 1.
@@ -133,8 +131,7 @@ def ia_bce_loss(
     Args:
         input: as in :func:`sigmoid_focal_loss`.
         target: as in :func:`quality_focal_loss`. A label without a score has quality 1. In ``(labels, scores)``, a
-        score
-            of 0 is a match and not background.
+            score of 0 is a match and not background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: exponent of p in s: a number in [0, 1], or a constant floating-point tensor broadcastable to ``input``.
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.

@@ -39,21 +39,21 @@ def sigmoid_focal_loss(
         L = (\alpha t + (1 - \alpha)(1 - t)) \; (1 - p_t)^\gamma \; \text{BCE}(p, t), \qquad
         1 - p_t = t (1 - p) + (1 - t) p
 
-    The value and gradient of ``torchvision.ops.sigmoid_focal_loss`` (whose positional order is alpha, gamma); but here
-    1 - p_t does not cancel, so that both are finite and exact for finite logits of any size. (The gradient is NaN at
-    infinite logits with the wrong sign for the target.) Forward and backward each make one pass over memory and keep
-    nothing of the size of ``input`` between them.
+    Value and gradient equal those of ``torchvision.ops.sigmoid_focal_loss`` (whose positional order is alpha, gamma).
+    Here 1 - p_t does not cancel, so both are finite and precise for finite logits of any size. (The gradient is NaN at
+    infinite logits with the wrong sign for the target.) The forward and the backward pass each read memory once; no
+    tensor of the size of ``input`` is saved between them.
 
     Args:
         input: logits of any shape [N, C, d1, ...], floating point, in any memory format.
         target: in [0, 1], with the shape of ``input``: hard or soft, floating point, bool or integer (outside of [0, 1]
             the loss is NaN). Or integer labels without the class dimension, [N, d1, ...] for [N, C, d1, ...] and [] for
-            [C]: the class that is 1 where all others are 0; label C is the background, a row of zeros.
+            [C]: the class with target 1, all others have target 0; label C is the background, a row of zeros.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
-        alpha: weight of t = 1 against 1 - alpha of t = 0: a number in [0, 1], or a floating-point tensor broadcastable
-            to ``input``, a constant; None (or -1, as in torchvision) for neither.
-        reduction: "none" (the default of the function, as in torchvision; that of :class:`SigmoidFocalLoss` is "mean"),
-            "mean" (over all elements that are not ignored) or "sum".
+        alpha: weight of t = 1; t = 0 has 1 - alpha. A number in [0, 1], or a constant floating-point tensor
+            broadcastable to ``input``; None (or -1, as in torchvision) for no weights.
+        reduction: "none" (the default, as in torchvision; the default of :class:`SigmoidFocalLoss` is "mean"), "mean"
+            (over all elements that are not ignored) or "sum".
         weight: floating point, broadcastable to ``input``; multiplies the loss of each element, and is a constant. It
             does not count in the mean.
         ignore_index: label whose elements count neither in the loss nor in the mean. Label targets only.
@@ -83,7 +83,7 @@ def sigmoid_focal_loss(
     """
     op = "sigmoid_focal_loss"
     second = None
-    if alpha is not None and not (type(alpha) in (float, int) and alpha == -1):  # torchvision says -1 for none
+    if alpha is not None and not (type(alpha) in (float, int) and alpha == -1):  # torchvision's -1: no weights
         second = element_parameter(op, "alpha", alpha, high=1.0)
     gamma = element_parameter(op, "gamma", gamma)
     return element_loss(op, _FOCAL, input, target, gamma, second, 0.0, reduction, weight, ignore_index)
@@ -218,7 +218,7 @@ def element_loss(
     weight: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
-    """The loss of this code; ``op`` is its public name in error messages."""
+    """The loss number ``kind``; errors name ``op``."""
     scores = None
     if isinstance(target, tuple | list):
         target, scores = _labels_and_scores(op, input, target)
@@ -250,7 +250,7 @@ def element_loss(
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     try:
         return through(input, target, gamma, second, weight, scores, kind, constant, code, ignore_index)
-    except (TypeError, RuntimeError) as error:  # errors that are so rare that they are looked for only here
+    except (TypeError, RuntimeError) as error:  # arguments are checked only after an error, for speed
         label(op, "ignore_index", ignore_index)
         parameters = dict(zip(_TENSORS.get(kind, ("gamma", "alpha")), (gamma, second), strict=False))
         raise reworded(op, error, input=input, target=target, weight=weight, **parameters) from None
@@ -282,12 +282,13 @@ def _traced(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The path for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    """The call through torch's dispatcher, for compiled and exported graphs and tensor subclasses, which see only
+    operators."""
     if not has_kernels(input):
         return backend_for(input).sigmoid_loss(
             input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index
         )
-    # Tensors, and not constants of the graph: another value must not compile again.
+    # Tensors, not constants of the graph, so that other values do not compile again.
     if not isinstance(gamma, Tensor):
         gamma = torch.zeros((), dtype=torch.float64) + gamma
     if second is not None and not isinstance(second, Tensor):

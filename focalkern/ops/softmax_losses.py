@@ -1,4 +1,5 @@
-"""The other losses of a row's softmax and its target; they share the kernels of the focal loss."""
+"""The other losses of a softmax and its target: Poly-1 focal, dual focal, Brier, MMCE. All but MMCE share the kernels
+of the focal loss."""
 
 from typing import Any
 
@@ -30,7 +31,7 @@ def poly_focal_loss(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""Poly-1 focal loss from logits: the focal loss with more of the first term of its expansion in 1 - p.
+    r"""Poly-1 focal loss from logits: the focal loss plus epsilon times the first term of its expansion in 1 - p.
 
     With p the softmax probability of the target class, u = 1 - p and phi = -p log p / u:
 
@@ -39,14 +40,14 @@ def poly_focal_loss(
         \partial L / \partial z_j = u^\gamma (1 + \gamma\phi + \epsilon (\gamma + 1) p)\,(p_j - [j = y])
 
     gamma = 0 is Poly-1 cross-entropy, and epsilon = 0 the focal loss. The rest is as in :func:`focal_loss`: target,
-    weight, ignore_index, reduction and label_smoothing, layouts and dtypes, derivatives of any order. The two terms do
-    not cancel for an epsilon near -1 either.
+    weight, ignore_index, reduction and label_smoothing, layouts and dtypes, derivatives of any order. For an epsilon
+    near -1, the two terms do not cancel either.
 
     Args:
         input, target: as in :func:`focal_loss`.
         gamma: a number, at least 0; a floating-point tensor broadcastable to the unreduced loss; or a
             :class:`GammaTable`. A tensor is differentiable. A negative gamma in a tensor or a table makes the loss NaN.
-        epsilon: a finite number; the paper searches -1 to 8 or so, with -1 as the least that makes sense.
+        epsilon: a finite number. The paper searches about -1 to 8; below -1 the loss rises with p near 1.
         weight, ignore_index, reduction, label_smoothing: as in :func:`focal_loss`.
 
     Returns:
@@ -124,8 +125,8 @@ def _over_mesh(
     label_smoothing: float,
     detach_modulation: bool,
 ) -> Tensor:
-    """The loss of logits that are a DTensor. The classes are gathered where the loss of a row needs more than the
-    probability of its label."""
+    """The loss of DTensor logits. The classes are gathered if the loss of a row needs more than the probability of its
+    label."""
 
     def local(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: str) -> Tensor:
         return row_loss(
@@ -153,7 +154,7 @@ def mmce_loss(
 ) -> Tensor | None:
     """The operator of :class:`focalkern.MMCELoss` on the CPU, for labels without class weights and smoothing.
 
-    None for tensors without a kernel; the composite loss reports errors in these.
+    Returns None for tensors without a kernel; the composite loss then computes the loss and raises the errors.
     """
     if torch.compiler.is_compiling() or type(input) not in PLAIN_TENSORS or type(target) not in PLAIN_TENSORS:
         return None

@@ -95,13 +95,13 @@ def spline_calibration_map(
         values: [m] floating point, f at the knots.
         weight: W [C, C], or its diagonal [C]; None is 0.
         bias: b [C]; None is 0.
-        input_kind: ``"logits"`` or ``"probs"``; it is never guessed. Rows of probabilities must sum to 1 within 1e-3
-            (and the rounding of float16 or bfloat16) and are renormalised.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Rows of probabilities must sum to 1 within
+            1e-3 (and the rounding of float16 or bfloat16) and are renormalised.
         keep_zeros: a logit of -inf, or a probability of 0, is a class that cannot occur: its result is 0 (-inf with
             ``log``).
-        keep_order: for a curve that keeps the order of the classes, with a slope of at least 0.001 in log P:
-            corrects rounding, so that equal inputs have equal results to the bit, and larger inputs never smaller
-            results. Compiled graphs and torch.func leave it out.
+        keep_order: correct rounding, so that equal inputs have equal results to the bit, and a larger input never has a
+            smaller result. Only for a curve that keeps the order of the classes, with a slope of at least 0.001 in
+            log P. Compiled graphs and torch.func ignore it.
         log: return log-probabilities.
 
     Returns:
@@ -111,9 +111,9 @@ def spline_calibration_map(
     Raises:
         TypeError: dtype or kind of an argument.
         ValueError: shape, option or value of an argument; fewer than two classes; a row with NaN or +inf, without any
-            class that can occur, with a negative probability or another sum. Values of rows are named with their row,
-            the index into the flattened leading dimensions; on a device where :func:`focal_calibration_map` raises for
-            them, this function raises too; otherwise they give NaN.
+            class that can occur, with a negative probability or another sum. The error names the row, its index into
+            the flattened leading dimensions. Where :func:`focal_calibration_map` returns NaN for invalid rows instead
+            of raising, this function does too.
 
     Source: Green & Silverman, Nonparametric Regression and Generalized Linear Models, 1994, section 2.1, for the
     spline; Berta et al., AISTATS 2026 (arXiv 2511.03685), for x.
@@ -186,7 +186,7 @@ def map_by_pieces(
     keep_order: bool,
     log: bool,
 ) -> Tensor:
-    """The map of checked arguments: ``parameters`` (1 + a, T, e) and all else but ``input`` in float64 on the CPU."""
+    """The map for checked arguments. All but ``input`` are float64 on the CPU; ``parameters`` is (1 + a, T, e)."""
     tensors = [t for t in (input, parameters, knots, coefficients, weight, bias) if t is not None]
     arguments = (input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros)
     if not has_kernels(input):
@@ -210,7 +210,7 @@ def _number(name: str, value: Any) -> Tensor:
             raise TypeError(f"{_OP}: {name} must be a number or a 0-dim floating-point tensor, got {short(value)}")
         return _on_host(name, value)
     found = number(_OP, name, value, "a number or a tensor")
-    # A tensor, and not a constant of a compiled graph: another value must not compile again.
+    # A tensor, not a constant of a compiled graph, so that another value does not compile again.
     return torch.zeros((), dtype=torch.float64) + found
 
 
@@ -234,7 +234,7 @@ def _of_classes(name: str, value: Any, input: Tensor) -> Tensor:
 
 
 def _on_host(name: str, tensor: Tensor) -> Tensor:
-    """In float64 on the CPU, differentiably."""
+    """The tensor in float64 on the CPU, differentiably."""
     dense(_OP, name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{_OP}: {name} must be floating point, got {short(tensor)}")
@@ -246,7 +246,7 @@ def _on_host(name: str, tensor: Tensor) -> Tensor:
 def _check_values(
     parameters: Tensor, knots: Tensor, values: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Values are read where there are any: not in compiled graphs, nor under torch.func."""
+    """Checks the values of the parameters, except in compiled graphs and under torch.func, which cannot read them."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or parameters.is_meta:
         return
     factor, temperature, floor = parameters.tolist()

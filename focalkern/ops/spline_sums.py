@@ -1,4 +1,4 @@
-"""Sums over rows for the fit of spline scaling: by the compiled kernels where one fits, else in plain torch."""
+"""Sums over rows for the fit of spline scaling: by compiled kernels if the device has them, else in plain torch."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from focalkern.ops._backend import backend_for, fallback, has_kernels
 
 __all__ = ["spline_sums_for"]
 
-# A fit takes these once, and they have no CUDA kernel.
+# A fit calls these only once, so they have no CUDA kernel.
 _PLAIN_ON_CUDA = ("spline_histogram", "spline_spread")
 
 

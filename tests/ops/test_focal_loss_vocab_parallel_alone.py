@@ -145,7 +145,7 @@ def test_a_compiled_graph_ends_at_smoothing(alone):
 
 def test_what_does_not_go_with_ranks(alone):
     x, w, target = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.long)
-    with pytest.raises(ValueError, match="a K-dimensional head does not go with process_group"):
+    with pytest.raises(ValueError, match=r"must be \[C_r, D\] with process_group, got shape \[5, 1, 3\]"):
         fk.linear_focal_loss(x, w.unsqueeze(1), target, process_group=alone)
     with pytest.raises(ValueError, match=r"target must be \[4, 5\], got \[4, 6\]"):
         fk.linear_focal_loss(x, w, torch.zeros(4, 6), process_group=alone)

@@ -38,7 +38,8 @@ def test_without_torch_the_import_says_so_in_one_line():
     code = "import sys; sys.modules['torch'] = None; import focalkern"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "ImportError: focalkern needs torch, and there is none: pip install torch"
+    message = "ImportError: focalkern needs torch, which is not installed: pip install torch"
+    assert done.stderr.splitlines()[-1] == message
     assert "During handling" not in done.stderr
 
 
