@@ -1,14 +1,14 @@
 # make build   .venv with torch, the tools and the compiled module
 # make test    the tests           make demo    the demo
 # make lint    the linters         make bench   the benchmarks (BENCH_ARGS=--quick: under two minutes)
-# make cuda-proof  executes and checks the CUDA kernels without a GPU: the long form, which needs nvcc
-# make gpu-check  proves and measures the CUDA kernels on the GPU at hand, with the python3 that has a CUDA build of torch
+# make cuda-proof  executes and checks the CUDA kernels without a GPU (all parts; needs nvcc)
+# make gpu-check  tests and times the CUDA kernels on this machine's GPU, with the python3 that has a CUDA build of torch
 # make docs    the documentation, in build/docs: plain files, index.html opens from disk
 # make wheel   one wheel with modules for every supported torch, and one that computes with plain torch, in dist
 # make release everything that a release needs, in dist; uploads nothing (RELEASE_ARGS=--draft leaves the checks out)
-# make release-check  tests the wheel in dist with several releases of torch and every Python that is here
+# make release-check  tests the wheel in dist with several releases of torch and every installed Python
 # make aarch64-check  cross-compiles the CPU kernels for 64-bit ARM and tests them on an emulator (qemu)
-# make clean   removes what the build made, but not .venv
+# make clean   removes the files of the build, but not .venv
 #
 # EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...).
 # PYTHON=python3.12 and FOCALKERN_TORCH=2.11.0 choose the versions (of a new .venv, and of torch in it);
@@ -25,7 +25,7 @@ TORCH := torch==$(patsubst torch==%,%,$(FOCALKERN_TORCH))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc -type f)
 
-# The stamps carry the settings in their names, so that another setting is another stamp.
+# The names of the stamps contain the settings, so that other settings have other stamps.
 TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
@@ -85,10 +85,10 @@ clean:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "focalkern needs Python 3.11 or newer: make PYTHON=...")'
-	@# Debian's Python comes without ensurepip; the pip that is there can then put one into the environment.
+	@# Debian's Python comes without ensurepip; an existing pip then installs pip into the environment.
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV) install pip; }
 
-# torch alone and exactly, before anything that would be content with another version.
+# torch comes first, alone and in the exact version: other packages would accept another version.
 $(TORCH_STAMP): | $(BIN)/python
 	rm -f $(VENV)/.stamp-*
 	$(PIP) install $(TORCH) setuptools wheel ninja
@@ -102,6 +102,6 @@ $(INSTALL_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
 $(BUILD_STAMP): $(INSTALL_STAMP) $(SOURCES)
 	rm -f $(VENV)/.stamp-build-*
 	$(BIN)/python setup.py build_ext --inplace
-	@# A symbol that no source defines shows only at the import.
+	@# Only the import finds an undefined symbol.
 	$(BIN)/python -c 'import focalkern; print("built:", focalkern.build_info())'
 	touch $@

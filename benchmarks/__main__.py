@@ -34,7 +34,7 @@ BENCHMARKS = {
     "spline": spline,
     "package": package,
 }
-# For cases that are timed a second time under another allocator.
+# Suffix of cases that are timed a second time with another allocator.
 KEPT = ", memory kept"
 
 
@@ -57,8 +57,8 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(op: str, out: Path) -> str:
-    """A Markdown table of the recorded medians: focalkern's time, in how many copies of the input it is spent,
-    and how many times longer the others took, each the median over the runs."""
+    """A Markdown table of the recorded medians over the runs: focalkern's time, the same in copies of the input, and
+    how many times longer the others took."""
     medians, copies = recorded_medians(op, out), recorded_medians(op, out, "ratio_to_copy")
     slower = recorded_medians(op, out, "speedup")
     providers = list(dict.fromkeys(name for case in medians.values() for name in case))[1:]
@@ -100,7 +100,7 @@ def main() -> None:
         print(targets_summary(arguments.out))
         return
     if arguments.plots:
-        from benchmarks.plots import draw  # matplotlib is wanted here only
+        from benchmarks.plots import draw  # only this path needs matplotlib
 
         print("\n".join(str(path) for path in draw(arguments.out, arguments.plots)))
         return

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.gpu_stages import ROOT, STAGES, Result, StageError
 
 NO_GPU = 3
-MIN_SECONDS = 5  # with less time left a stage is not begun
+MIN_SECONDS = 5  # a stage does not start with less time left
 
 
 def _commit() -> str:

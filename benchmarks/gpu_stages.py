@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MARGIN = 15  # a stage that ends by itself leaves this much of its time
+MARGIN = 15  # time that a stage leaves for its own end
 # The compiled files; a wheel for several releases of torch also has the libraries.
 COMPILED = ("_build_info.py", "_C*.so", "libfocalkern_*.so")
 # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors here.
@@ -27,7 +27,7 @@ Result = dict[str, Any]
 
 
 class StageError(Exception):
-    """A stage's finding: one line."""
+    """A stage failed; the message is one line."""
 
 
 # ---- stages: each runs in its own process and returns what it found -------------------------------------------------
@@ -113,7 +113,7 @@ def resources(arguments: argparse.Namespace) -> Result:
 
 
 def tests(_: argparse.Namespace) -> Result:
-    # Marked by tests/conftest.py. The others need no GPU and run in continuous integration.
+    # tests/conftest.py marks these tests. The others need no GPU and run in continuous integration.
     parallel = ["-n", str(min(8, (os.cpu_count() or 2) // 2))] if _has("xdist") else []
     command = [*PYTEST, "-m", "gpu", "-rfE", "--durations=10", "--continue-on-collection-errors", *parallel, "tests"]
     settings = {**os.environ, "OMP_NUM_THREADS": "2"}
@@ -274,7 +274,7 @@ def sanitizer(arguments: argparse.Namespace) -> Result:
         summaries = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", text)
         counts = _pytest_line(text)
         found[tool] = "not finished in time" if code is None else "; ".join([*summaries[-1:], counts or f"exit {code}"])
-        # Without a summary nothing was checked, and without a passed test there was nothing to check.
+        # Without a summary nothing was checked; without a passed test there was nothing to check.
         if code != 0 or not summaries or "passed" not in counts:
             failed.append(tool)
     if failed:
@@ -297,7 +297,7 @@ def benchmarks(arguments: argparse.Namespace) -> Result:
     }
 
 
-# Seconds after which a stage is stopped, and those that the stages before it leave for it.
+# Seconds after which a stage is stopped, and seconds that the stages before it leave for it.
 STAGES: dict[Callable[[argparse.Namespace], Result], tuple[int, int]] = {
     device: (60, 0),
     build: (240, 0),

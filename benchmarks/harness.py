@@ -45,7 +45,7 @@ class Provider:
     run: Callable[[], object] | None
     absent: str = ""
     check: Callable[[object], None] | None = None
-    scale: float = 1.0  # factor of one call's time, if only a part of the work is timed
+    scale: float = 1.0  # factor of one call's time, if only part of the work is timed
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Row:
     low_ms: float = float("nan")  # first and third quartile of the repeats
     high_ms: float = float("nan")
     repeats: int = 0
-    gb_per_s: float = float("nan")  # of the bytes that the case must move at least
+    gb_per_s: float = float("nan")  # for the minimum of bytes that the case must move
     ratio_to_copy: float = float("nan")  # median over that of a copy of the logits in the same run
     speedup: float = float("nan")  # this provider's median over focalkern's: how many times slower it is
     peak_extra_mib: float = float("nan")
@@ -87,7 +87,7 @@ def device_name(device: str = "cpu") -> str:
 
 @functools.cache
 def commit() -> str:
-    """The commit that is measured, with a mark if the tree differs from it by more than results."""
+    """The measured commit, with the mark "-dirty" if anything but results differs from it."""
 
     apart = ("benchmarks/results", "README.md", "docs")
 
@@ -104,7 +104,8 @@ def commit() -> str:
 
 
 def why_absent(error: ImportError | RuntimeError) -> str:
-    """One line. A RuntimeError is that of a compiled part for another torch (torchvision's, which others import)."""
+    """The error as one line. A RuntimeError comes from a module compiled for another torch (torchvision, which others
+    import)."""
     if isinstance(error, ModuleNotFoundError):
         return "not installed"
     return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -124,8 +125,8 @@ def _seconds(run: Callable[[], object]) -> float:
 def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int = 60) -> dict[str, list[float]]:
     """Milliseconds per call of each provider, which take turns until ``seconds`` are spent.
 
-    Each round has another order, by a fixed seed: what a provider finds of memory, caches and threads depends on the
-    one before it. A sample is as many calls as fill half a millisecond, so that the resolution of the clock does not
+    Each round has another order, by a fixed seed, because the state of memory, caches and threads depends on the
+    provider before. A sample is as many calls as fill half a millisecond, so that the resolution of the clock does not
     matter. At least five samples each, or three where a turn takes more than five seconds."""
     calls = {}
     turn = 0.0
@@ -150,8 +151,8 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
             shuffled.shuffle(order)
             for provider in order:
                 n = calls[provider.name]
-                # Untimed warm-up calls. The provider before may have evicted caches or freed memory, which costs this
-                # one page faults that it would not have in a loop of its own. Its third call is free of them. For
+                # Untimed warm-up calls. The provider before may have evicted caches or freed memory; the first calls
+                # then have page faults that a loop of this provider alone would not have. The third call has none. For
                 # calls that take seconds the effect is negligible.
                 for _ in range(3 if turn < 5 else 0):
                     provider.run()
@@ -201,7 +202,7 @@ def peak_extra_mib(run: Callable[[], object]) -> float:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     focalkern.empty_cache()
     try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory that the allocator keeps would hide the peak
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory that the allocator holds would hide the peak
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = _high_water_kib()
         run()
@@ -231,9 +232,9 @@ def measure(
     device: str = "cpu",
     once: bool = False,
 ) -> list[Row]:
-    """Checks every provider, then times them in turns. The first provider is focalkern, which speed-ups refer to.
+    """Checks every provider, then times them in turns. The first provider is focalkern; ratios refer to it.
 
-    ``once`` is for what takes a minute: one call each, and nothing but its time.
+    ``once`` is for cases that take a minute: one call each, timed without repeats or memory.
     """
     label = str(dtype).removeprefix("torch.")
     shared = {"op": op, "case": case, "n": n, "classes": classes, "dtype": label, "device": device_name(device)}
@@ -295,9 +296,8 @@ def last_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
 def recorded_medians(
     op: str, out: Path = RESULTS, column: str = "median_ms"
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """{(case, dtype): {provider: milliseconds}}: the median over the recorded runs of the commit at which the case was
-    measured last, so that the luck of one run (which pages the allocator had at hand, who else used the machine) does
-    not stand in a table."""
+    """{(case, dtype): {provider: milliseconds}}: the median over the recorded runs of the latest commit that measured
+    the case, so that a table does not depend on the state of the machine in one run."""
     runs: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in last_rows(op, out):
         providers = runs.setdefault((row["case"], row["dtype"]), {})

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.harness import recorded_medians
 
-# Line styles and markers differ besides colours, for print and for eyes that do not tell these apart.
+# Line styles and markers differ, too, for black-and-white print and for colour-blind readers.
 STYLES = {
     "focalkern": ("C0", "-", "o"),
     "cross_entropy": ("C1", "--", "s"),
@@ -39,7 +39,7 @@ def series(op: str, out: Path, pattern: str) -> dict[str, list[tuple[int, int, f
 def panel(axis, lines: dict[str, list[tuple[float, float]]], x_label: str, y_label: str, title: str) -> None:
     axis.set_title(title, fontsize=10)
     if not any(lines.values()):
-        return  # nothing recorded: a logarithmic axis could not be drawn
+        return  # nothing recorded: a logarithmic axis cannot be drawn
     for provider, points in lines.items():
         colour, line, marker = STYLES[provider]
         points = sorted(points)
@@ -47,7 +47,7 @@ def panel(axis, lines: dict[str, list[tuple[float, float]]], x_label: str, y_lab
         axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4, label=provider)
     axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=y_label)
     axis.grid(True, which="major", alpha=0.3)
-    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncol=2)  # below: it hides no line
+    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncol=2)  # below the lines
 
 
 def draw(out: Path, folder: Path) -> list[Path]:

@@ -1,13 +1,13 @@
 """python -m benchmarks.sweep: CPU seconds of the client, and of all processes, per network of a sweep, by engine.
 
-Writes small files, 200 rows of 3 classes each. ``client`` rows take the comparison out: every network gets the record
-of the first, so that what is left is the work of sweep itself: tables, pages, a file per network. ``whole`` rows
-compute. Engines: this process, two worker processes, dask with two processes and its scheduler in this process
+Writes small files, 200 rows of 3 classes each. ``client`` rows skip the comparison: every network gets the record of
+the first, so the rest is the work of sweep itself (tables, pages, a file per network). ``whole`` rows compute
+everything. Engines: this process, two worker processes, dask with two processes and its scheduler in this process
 (LocalCluster) or in another one or with ten networks per task, Ray with two workers.
 
-``client_cpu_s`` is of the process that calls sweep, ``cpu_s`` of it and of all processes below it; for ``2 processes``
-that includes their start, an import of torch each. Appends a CSV to benchmarks/results. A folder in memory
-(``TMPDIR=/dev/shm``) keeps the time of the disk out of ``wall_s``.
+``client_cpu_s`` is the CPU time of the process that calls sweep; ``cpu_s`` also includes all its child processes. For
+``2 processes`` that includes their start, with an import of torch each. Appends a CSV to benchmarks/results. A folder
+in memory (``TMPDIR=/dev/shm``) keeps the time of the disk out of ``wall_s``.
 
 ``fit`` rows are the CPU time of one thread for the parts of a comparison, per network of 2,000 validation rows (and for
 ``sweep_one`` 2,000 test rows) of 10 classes: the lowest of five runs.
@@ -48,7 +48,7 @@ def write_files(folder: Path, n: int) -> list[str]:
 
 
 class Known:
-    """A task that has its result: the record of another file."""
+    """A task that already has its result: the record of another file."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         self.record = record
@@ -61,7 +61,7 @@ class Known:
 
 
 def cpu_of_all() -> float:
-    """CPU seconds of this process and of those below it, with those that have ended."""
+    """CPU seconds of this process and of its child processes, including ended ones."""
     parents, seconds = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -141,7 +141,7 @@ def row(measured: str, engine: str, n: int, wall: float, cpu: float, every: floa
 
 
 def paper_grid(logits: torch.Tensor, labels: torch.Tensor) -> Any:
-    """As a comparison has it: with gamma = 0, by ECE and NLL, in float64."""
+    """The grid as in a comparison: with gamma = 0, for ECE and NLL, in float64."""
     axes: Any = ((0.0, *fk.PAPER_GAMMAS), fk.PAPER_TEMPERATURES)
     return fk.calibration_grid(logits.double(), labels, *axes, criteria=("ece", "nll"), estimator="equal_mass")
 

@@ -10,12 +10,12 @@ LOSS = (("65536x10", 3.0), ("65536x100", 2.5), ("8192x1000", 2.5), ("1024x32000"
 GRID = (("10000x10", 100.0), ("10000x100", 100.0), ("10000x1000", 200.0))
 MAP = (("forward", 4.0), ("forward+backward", 3.0))
 BF16_SPEEDUP, GAMMA_COST = 1.5, 1.05
-# The other losses of rows, against the faster of their published code in eager mode and compiled.
+# The other losses of rows, compared with the faster of their published code in eager mode and compiled.
 FAMILY = (("128x10", 1.5), ("8192x20", 2.0), ("256x1000", 2.0), ("1024x32000", 2.0))
 SIGMOID_DENSE, SIGMOID_LABELS, SIGMOID_SMALL, SIGMOID_COPIES, SIGMOID_BF16 = 3.0, 4.0, 1.5, 6.0, 1.3
 GRID_SECONDS, GRID_MIB, IMPORT_MS, BUILD_SECONDS = 20.0, 256.0, 150.0, 120.0
 
-# The goal, its bound, the recorded value, and whether it is met.
+# The name of a goal, its bound, the recorded value, and whether it is met.
 Line = tuple[str, str, str, bool]
 
 
@@ -159,5 +159,5 @@ LINES = (loss_lines, family_lines, sigmoid_lines, map_lines, grid_lines, package
 
 
 def target_lines(out: Path) -> list[Line]:
-    """The targets whose cases were recorded."""
+    """The targets whose cases have records."""
     return [line for lines in LINES for line in lines(out)]

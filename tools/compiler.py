@@ -1,4 +1,4 @@
-"""Compiles and links the sources of csrc. Objects are kept in build/wheel under a hash of all that went into them."""
+"""Compiles and links the sources of csrc. Objects are cached in build/wheel, under a hash of all their inputs."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from tools.toolchain import HOST_FLAGS, fail
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheel"
-# The libraries that a binding finds loaded, because torch is imported before it.
+# Libraries that are loaded before a binding, because torch is imported first; a wheel does not contain them.
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 JOBS = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
 
@@ -27,7 +27,7 @@ def output_of(*command: str | Path) -> str:
 
 
 class Compiler:
-    """Compiles what is not compiled yet."""
+    """Compiles the sources whose objects are not in the cache."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(JOBS)
@@ -37,7 +37,8 @@ class Compiler:
         (BUILD / "objects").mkdir(parents=True, exist_ok=True)
 
     def object(self, source: Path, command: Sequence[str | Path], macros: dict[str, str], torch: str) -> Path:
-        """The object file of one source. It gets the macros that it names; without one it serves several modules."""
+        """The object file of one source. It is compiled with the macros whose names it contains; if it contains none,
+        several modules share it."""
         text = source.read_bytes() + self._text
         defines = [f"-D{name}={value}" for name, value in macros.items() if name.encode() in text]
         words = [*map(str, command), *defines]

@@ -85,7 +85,7 @@ def hub_module(text: str, depth: int) -> str:
 
 
 def _replacement(node: ast.AST, source: Callable[[ast.expr | ast.stmt], str], dots: str) -> Iterator[str]:
-    """Yields the replacement text of a syntax node, or nothing if the node stays."""
+    """Yields the replacement text of a syntax node, or nothing if the node is unchanged."""
     if isinstance(node, ast.ImportFrom) and re.match(r"(focalkern|tools\.hub_package)(\.|$)", node.module or ""):
         yield re.sub(r"^from (focalkern|tools\.hub_package)\.?", f"from {dots}", source(node))
     elif isinstance(node, ast.Import) and node.names[0].name == "numpy":

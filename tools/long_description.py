@@ -1,8 +1,8 @@
-"""The package's long description: README.md as it reads away from its folder, on the page of a package index.
+"""The package's long description: README.md for the page of a package index, outside its folder.
 
 With the environment variable FOCALKERN_REPOSITORY (https://github.com/OWNER/focalkern), its pictures and links point to
-the files of the version's tag there. Without it they would point nowhere: a picture becomes the words that stand for
-it, and a link its text.
+the files of the version's tag there. Without the variable, a picture is replaced by its alternative text, and a link by
+its text.
 """
 
 import re
@@ -22,7 +22,7 @@ def long_description(readme: str, repository: str, version: str) -> str:
             return LINK.sub(r"\1", PICTURE.sub(lambda found: "*" + " ".join(found[1].split()) + "*", text))
         return LINK.sub(rf"[\1]({page}\2)", ADDRESS.sub(rf"\1{file}", text))
 
-    # Code is not text: the odd places of the list are its blocks.
+    # Code is not changed: the odd elements of the list are code blocks.
     return "".join(part if place % 2 else converted(part) for place, part in enumerate(CODE.split(readme)))
 
 

@@ -25,7 +25,7 @@ template std::string std::stringbuf::str() &&;
 // GLIBCXX_3.4.31
 template void std::string::_M_replace_cold(char*, std::size_t, const char*, std::size_t, std::size_t);
 
-// GLIBCXX_3.4.32 asks for a library that initializes its streams; an older one leaves that to its users.
+// GLIBCXX_3.4.32 expects the library to initialize its streams; an older library leaves that to its users.
 namespace std {
 void ios_base_library_init() {}
 }  // namespace std

@@ -1,4 +1,4 @@
-"""Link flags that keep a module on manylinux_2_28, as torch is (RHEL 8 and newer), whatever this machine has.
+"""Link flags that keep a module on manylinux_2_28 (RHEL 8 and newer), as torch is, on every build machine.
 
 The linker records the version of each symbol from the library in which it finds the symbol. The flags name stand-ins
 for glibc's libraries, with the versions of glibc 2.28, and an archive of the symbols that libstdc++ got later
@@ -24,7 +24,7 @@ MOVED = {
 
 
 def old_symbols(listing: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The version that each symbol had in glibc 2.28, and its letter, of what ``nm -D`` prints for a library."""
+    """The version of each symbol in glibc 2.28, and its letter, from the output of ``nm -D`` for a library."""
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for letter, name, numbers in re.findall(r" (\w) (\w+)@+GLIBC_([0-9.]+)$", listing, re.MULTILINE):
         version = tuple(map(int, numbers.split(".")))

@@ -87,7 +87,7 @@ def check(wheel: Path, python: str, torch: str, kernels: str, words: Sequence[st
     """Installs the wheel in a new environment and tests it there; exits at the first failure. With ``few`` it installs
     only the packages that the operators' tests import, and returns False if pip finds no such torch."""
     with tempfile.TemporaryDirectory() as work:
-        # With the tree on PYTHONPATH pip would take the package for installed.
+        # With the tree on PYTHONPATH, pip would consider the package installed.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
         def run(*command: str, **variables: str) -> None:

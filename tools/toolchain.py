@@ -19,7 +19,8 @@ def fail(message: str) -> None:
 
 
 def toolkit_folder() -> Path | None:
-    """The folder that holds bin/nvcc. nvcc is asked, because the one on PATH may be a wrapper script elsewhere."""
+    """The folder that holds bin/nvcc. nvcc itself reports it, because the one on PATH may be a wrapper script in
+    another folder."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = Path(named, "bin", "nvcc") if named else shutil.which("nvcc")
     if nvcc is None or not Path(nvcc).is_file():

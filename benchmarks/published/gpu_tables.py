@@ -1,6 +1,6 @@
 """The tables of the GPU's timings, from the newest benchmarks/results/*_gpu_*.csv, which `make gpu-check` measures.
 
-Of several runs of one day the fastest median of each provider counts: a busy host delays a step and never hastens it.
+Of several runs on one day, the table has each provider's fastest median: a busy host can only delay a step.
 """
 
 import csv

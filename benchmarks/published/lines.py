@@ -25,7 +25,8 @@ class Line:
 def number(
     figure: str, what: str, published: str | None, computed: float, source: str, *, judge: bool = True, known: str = ""
 ) -> Line:
-    """A computed figure with the published one. It is as printed if it rounds to the printed digits.
+    """Compares a computed figure with the published one. The verdict is "as printed" if it rounds to the printed
+    digits.
 
     Args:
         published: as printed; None if we do not have it.

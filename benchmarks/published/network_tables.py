@@ -47,10 +47,10 @@ NETWORKS = (
             ("0.0020", "0.0021"), ("1.13", "0.02077", "0.9930"), ("-0.25", "1.09", "0.02824", "0.9845")),
 )  # fmt: skip
 
-# Table C.1 prints 3.64 in one cell, the ECE of the same row; the value from the file is .0384.
+# Table C.1 prints 3.64 in one cell, which is the ECE of the same row; the value from the file is .0384.
 MISPRINT = ("cifar100_resnet50_brier", "0.0364")
 
-# Scales of the search in [2]: T in steps of 0.1, by the validation ECE.
+# Settings of the search in [2]: T in steps of 0.1, chosen by the validation ECE.
 PUBLISHED_TEMPERATURES = tuple(index * 0.1 for index in range(1, 101))
 
 
@@ -142,7 +142,7 @@ def others(folder: Path) -> Iterator[Line]:
     """The sets of probabilities other than the networks of [2]."""
     source = "recorded with the probabilities"
     for file, what in (
-        # Recorded without the name of its estimator; it is the interpolated one, the other is .14215.
+        # The record does not name the estimator; it is the interpolated one (the other gives .14215).
         ("cifar100_densenet_bc100_probs", (("accuracy", "0.7541"), ("ECE (equal_mass_interp)", "0.1421"))),
         ("20news_probs", (("ECE (equal_width)", "0.201"), ("zeros on the true class", "61"))),
     ):

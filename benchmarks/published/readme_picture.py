@@ -23,7 +23,7 @@ NETWORKS = {
 # Okabe & Ito; markers and lines differ too.
 STYLES = {"before": ("#D55E00", "s", (0, (4, 2))), "after": ("#0072B2", "o", "-")}
 DARK = {"before": "#E69F00", "after": "#56B4E9"}
-FEWEST = 20  # of a bin that is drawn: fewer are noise
+FEWEST = 20  # smallest count of a bin that is drawn: smaller bins are noise
 
 
 def record(folder: Path, path: Path) -> None:
@@ -32,7 +32,7 @@ def record(folder: Path, path: Path) -> None:
         sets = two_sets(folder / f"{name}.npz")
         assert sets is not None, name
         validation, test = sets
-        if validation.kind == "probs":  # as in the table of the calibrators: a target of probability 0 has no NLL
+        if validation.kind == "probs":  # as in the table of calibrators: probability 0 gives an infinite NLL
             for one in sets:
                 one.input.clip_(1e-7).div_(one.input.sum(-1, keepdim=True))
         probs = test.input if test.kind == "probs" else test.input.softmax(-1)

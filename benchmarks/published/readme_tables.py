@@ -22,7 +22,7 @@ SPEED_PAGE = ROOT / "docs" / "evidence" / "speed.md"
 GPU_PAGE = ROOT / "docs" / "evidence" / "gpu.md"
 HELPS = ROOT / "docs" / "explanation" / "when_focal_scaling_helps.md"
 
-# (words, operator, recorded case, the same result by torch's operations, the loss of torch that does the same work)
+# (name, operator, recorded case, the same result in torch operations, torch's loss that does the same work)
 SPEED = (
     ("`focal_loss`, 8192 x 1000", "focal_loss", "forward+backward 8192x1000", "composite", "cross_entropy"),
     ("`focal_loss`, 1024 x 32,000", "focal_loss", "forward+backward 1024x32000", "composite", "cross_entropy"),
@@ -195,7 +195,7 @@ TABLES = {
 
 
 def marked(text: str, name: str) -> re.Match[str]:
-    """The place of a table in a page."""
+    """The span of a table in a page."""
     found = re.search(rf"(?<=<!-- table: {name} -->\n\n).*?(?=\n\n<!-- end -->)", text, re.DOTALL)
     if found is None:
         raise ValueError(f"no marks for the table {name!r}")

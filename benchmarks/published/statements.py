@@ -40,7 +40,7 @@ def apart(log_q: Tensor, gamma: float, beta: float) -> tuple[float, float]:
 
 @functools.cache
 def points(n_classes: int) -> Tensor:
-    """Log-probabilities, spread evenly over the simplex: 1999, 1770 and 3654 points for 2, 3 and 4 classes."""
+    """Log-probabilities of a regular grid over the simplex: 1999, 1770 and 3654 points for 2, 3 and 4 classes."""
     return simplex(n_classes, {2: 2000, 3: 61, 4: 30}[n_classes]).log()
 
 
@@ -143,7 +143,7 @@ def bounds() -> Iterator[Line]:
     worst_low, worst_high, odd = math.inf, math.inf, 0.0
     gammas = (0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 50.0)
     for gamma in gammas:
-        # As slopes, which say the same of log-odds: (gamma + 1 - log(gamma + 1) / 2) s <= g(s) <= (gamma + 1) s.
+        # As slopes, which is equivalent for log-odds: (gamma + 1 - log(gamma + 1) / 2) s <= g(s) <= (gamma + 1) s.
         slope = log_odds_of_map(s, gamma) / s
         worst_low = min(worst_low, float(slope.min()) - (gamma + 1 - math.log1p(gamma) / 2))
         worst_high = min(worst_high, gamma + 1 - float(slope.max()))
@@ -169,7 +169,7 @@ def bounds() -> Iterator[Line]:
         f"{1 / flattest:.6f} over all s", source, published="0.218",
     )  # fmt: skip
     yield number("Fig. 3", "experiment: lowest T, s up to 60", "0.206", 1 / steepest, source, judge=False)
-    # T falls to 1/(gamma + 1) as the probability goes to 1, so the experiment's 0.206 says how far it looked.
+    # T falls to 1/(gamma + 1) as the probability goes to 1, so the experiment's 0.206 shows how far it searched.
     reach = float(s[slope <= 1 / 0.206].max())
     yield number(
         "Fig. 3", "T = 0.206 bounds the map up to the probability", None, float(torch.tensor(reach).sigmoid()), source
@@ -180,7 +180,8 @@ def bounds() -> Iterator[Line]:
 
 
 def confidence() -> Iterator[Line]:
-    """Proposition 5: where confidence never falls, and the counterexample to the unconditional statement."""
+    """Proposition 5: from which confidence on the map never lowers it, and a counterexample to the unconditional
+    statement."""
     source = "[1] Proposition 5 (as printed, without a condition)"
     q = torch.tensor([0.11, *[0.89 / 9] * 9], dtype=torch.float64)
     raised = float(fk.focal_calibration_map(q, 1.0, input_kind="probs")[0])

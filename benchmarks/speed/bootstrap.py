@@ -22,7 +22,7 @@ from benchmarks.harness import RESULTS, commit
 from focalkern import bootstrap
 from focalkern.bootstrap import bias_floor, paired_bootstrap
 
-# Rows have a logit s = |normal(2.5, 1.6)| and are right with probability sigmoid(s); a model that divides s by T is
+# Rows have a logit s = |normal(2.5, 1.6)| and are correct with probability sigmoid(s); a model that divides s by T is
 # calibrated for T = 1.
 PAIRS = {
     "calibrated, and all but the same": (1.0, 1.0001),

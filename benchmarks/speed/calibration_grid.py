@@ -9,7 +9,7 @@ import focalkern as fk
 from benchmarks.harness import Provider, Row, measure, why_absent
 
 N_BINS = 15
-# Cells of the paper's grid that the per-cell providers are timed on; their time is multiplied up to all 4500.
+# Cells of the paper's grid on which the per-cell providers are timed; their time is scaled to all 4500.
 SAMPLE = [(0.05, 1.0), (1.0, 2.0), (5.0, 4.0)]
 
 
@@ -31,7 +31,7 @@ def cell(logits: Tensor, target: Tensor, gamma: float, temperature: float) -> tu
 
 
 def validation_set(n: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Logits of a classifier that is right often and too sure of itself, as validation logits are."""
+    """Logits of an accurate, over-confident classifier, as validation logits usually are."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(classes, (n,), generator=generator)
     logits = torch.randn(n, classes, generator=generator) * 1.5

@@ -14,7 +14,7 @@ MORE_SHAPES = [(65536, 2), (65536, 3), (65536, 17), (1024, 32000), (100, 100), (
 
 
 def composite(logits: Tensor) -> Tensor:
-    """The map as the formula is usually typed in, without care for saturated rows."""
+    """The map as the formula is usually written, without care for saturated rows."""
     q = torch.softmax(logits / TEMPERATURE, dim=1)
     phi = -q * q.log() / (1 - q)
     weight = q / ((1 - q) ** GAMMA * (1 + GAMMA * phi))
@@ -39,7 +39,7 @@ def run_shape(shape: tuple[int, int], device: str, quick: bool, seconds: float) 
     upstream = torch.randn(shape, generator=generator, device=device)
     variable = logits.clone().requires_grad_()
     destination = torch.empty_like(logits)
-    # The reference in float64 checks the first rows; every row is computed alike.
+    # The float64 reference checks the first rows; the code is the same for every row.
     rows = slice(0, 256)
     exact = logits[rows].double().requires_grad_()
     reference = fk.reference.focal_calibration_map(exact, GAMMA, TEMPERATURE)

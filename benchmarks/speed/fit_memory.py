@@ -1,7 +1,7 @@
 """Memory that ``FocalTemperatureScaling().fit`` takes beyond its input.
 
-``python -m benchmarks.speed.fit_memory`` fits float32 logits of several sizes with one thread and records the largest
-resident memory during the call, less that before it.
+``python -m benchmarks.speed.fit_memory`` fits float32 logits of several sizes with one thread and records the peak
+resident memory during the call, minus the memory before it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def measure(criterion: str, rows: int, classes: int) -> dict[str, object]:
     logits = 2 * torch.randn(rows, classes, generator=generator)
     logits[torch.arange(rows), target] += 3
     calibrator = fk.FocalTemperatureScaling(criterion=criterion)
-    calibrator.fit(logits[:1000].clone(), target[:1000].clone())  # loads what is loaded once
+    calibrator.fit(logits[:1000].clone(), target[:1000].clone())  # loads modules and threads before the measurement
     size = logits.numel() * 4 / 2**20
     peak = peak_extra_mib(lambda: calibrator.fit(logits, target))
     return {

@@ -10,7 +10,7 @@ import focalkern as fk
 from benchmarks.harness import Provider, Row, measure
 
 GAMMA = 2.0
-# The shapes of the performance targets: small and large class counts, a vocabulary, pixels, and odd counts.
+# The shapes of the performance targets: small and large numbers of classes, a vocabulary, pixels, and odd numbers.
 SHAPES = [(65536, 10), (65536, 100), (8192, 1000), (1024, 32000)]
 ALL_CLASSES = [(65536, c) for c in (2, 3, 10, 17, 100)] + [(8192, 1000), (2048, 4097), (1024, 32000), (256, 128256)]
 ALL_ROWS = [(n, 100) for n in (64, 512, 4096, 262144)]
@@ -19,7 +19,7 @@ TINY = (32, 10)
 
 
 def composite(logits: Tensor, target: Tensor, gamma: float = GAMMA) -> Tensor:
-    """The focal loss as it stands in most projects."""
+    """The focal loss as most projects write it."""
     log_p = F.log_softmax(logits, dim=1).gather(1, target.unsqueeze(1)).squeeze(1)
     return (-((1 - log_p.exp()) ** gamma) * log_p).mean()
 

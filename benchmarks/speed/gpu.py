@@ -1,9 +1,9 @@
 """The operators on a GPU, against the bytes per second of a copy: python -m benchmarks.speed.gpu --out FILE.csv
 
 A case is checked against the reference, then timed with CUDA events by triton.testing.do_bench (medians; the cache is
-emptied between calls). The bytes are those that the case must move at least: the logits or their gradient, a label for
-each row, and the three numbers for each row that the forward pass keeps. A case that cannot run is a row without a
-time, with the reason."""
+emptied between calls). The bytes are the minimum that the case must move: the logits or their gradient, a label per
+row, and the three numbers per row that the forward pass saves. A case that cannot run is a row without a time, with the
+reason."""
 
 import argparse
 import csv
@@ -27,11 +27,11 @@ from benchmarks.speed.calibration_grid import SAMPLE, cell, validation_set
 from benchmarks.speed.focal_loss import GAMMA, composite
 from benchmarks.speed.gpu_rows import BYTES, GpuRow, Providers, as_text, copy_gb_per_s, markdown, median_us, step, timed
 
-# Fractions of the bytes per second of a copy that forward and backward are to reach.
+# Goals for forward and backward, as fractions of the bytes per second of a copy.
 LOSS_TARGETS = {10: (0.8, 0.8), 100: (0.8, 0.8), 1000: (0.85, 0.85), 32000: (0.9, 0.85), 128256: (0.9, 0.85)}
 MAP_TARGET = 0.8
 GRID_TARGETS_MS = {(10000, 100): 10.0, (50000, 1000): 1500.0}
-LOOP_TARGET = 500.0  # how many times the per-cell loop is to take
+LOOP_TARGET = 500.0  # goal: how many times longer the per-cell loop takes
 
 
 def backward(loss: Tensor, logits: Tensor) -> Callable[[], object]:
@@ -100,7 +100,7 @@ def step_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]
         if isinstance(function, str):
             steps[name] = function
             continue
-        # Some of them write the gradient over the logits: each has its own.
+        # Some of these write the gradient over the logits, so each has its own copy.
         own_logits = logits.detach().clone().requires_grad_()
         run = functools.partial(step, function, own_logits, target)
         try:
@@ -115,7 +115,7 @@ def step_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]
 
 
 def check(logits: Tensor, target: Tensor) -> None:
-    """Gradients of the first and last rows within the whole batch, against the reference."""
+    """Compares the gradients of the first and last rows of the whole batch with the reference."""
     loss = fk.focal_loss(logits, target, GAMMA)
     (grad,) = torch.autograd.grad(loss, logits)
     assert loss.isfinite()
@@ -165,7 +165,7 @@ def grid_rows(n: int, classes: int) -> Iterator[GpuRow]:
     grid = whole()
     for (gamma, temperature), (ece, nll) in zip(SAMPLE, loop(), strict=True):
         place = grid.gammas.tolist().index(gamma), round(temperature / 0.01) - 1
-        assert abs(ece - grid.tables["ece"][place].item()) <= 1e-6 + 4 / n  # a row of a tie may be in the next bin
+        assert abs(ece - grid.tables["ece"][place].item()) <= 1e-6 + 4 / n  # a row of a tie may fall into the next bin
         assert abs(nll - grid.tables["nll"][place].item()) <= 1e-3 * nll  # the loop's clamps
     case = f"4500 cells {n}x{classes}"
     own, per_cell = median_us(whole), median_us(loop) * 4500 / len(SAMPLE)
@@ -181,7 +181,7 @@ def grid_rows(n: int, classes: int) -> Iterator[GpuRow]:
 
 
 def host_rows() -> Iterator[GpuRow]:
-    """Time until a step of a tiny batch is queued, the device not waited for."""
+    """Time until a step of a tiny batch is queued, without waiting for the device."""
     logits = torch.randn(32, 10, device="cuda", requires_grad=True)
     target = torch.randint(10, (32,), device="cuda")
     medians = {}
@@ -208,7 +208,7 @@ def host_rows() -> Iterator[GpuRow]:
 
 
 def cases(copy: float) -> Iterator[tuple[str, str, Callable[[], Iterator[GpuRow]]]]:
-    """(operator, what, rows): first what has a target of its own, then what takes long."""
+    """(operator, case, rows): first the cases with their own target, then those that take long."""
     yield "focal_loss", "host time", host_rows
     by_interest = (32000, 128256, 1000, 100, 10, 19)
     for classes, dtype in itertools.product(by_interest, (torch.bfloat16, torch.float32)):
@@ -225,7 +225,7 @@ def cases(copy: float) -> Iterator[tuple[str, str, Callable[[], Iterator[GpuRow]
 
 
 def run(file: Path, deadline: float) -> list[GpuRow]:
-    """Measures, appends every row to ``file`` at once, and returns all rows. A case that fails is a row."""
+    """Measures, appends every row to ``file`` at once, and returns all rows. A case that fails gives a row, too."""
     copy = copy_gb_per_s()
     rows: list[GpuRow] = []
     fresh = not file.exists()

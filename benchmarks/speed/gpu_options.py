@@ -27,7 +27,7 @@ CALIBRATORS = ("TemperatureScaling", "StructuredScaling", "SplineScaling", "Auto
 
 
 def cases(copy: float) -> Iterator[Case]:
-    torch._dynamo.config.recompile_limit = 100  # one function is compiled for every shape and dtype
+    torch._dynamo.config.recompile_limit = 100  # torch compiles one function again for every shape and dtype
     yield "linear_focal_loss", "x".join(map(str, HEAD)), linear_rows
     for classes, dtype in itertools.product((32000, 1000), (torch.bfloat16, torch.float32)):
         for name in ("smoothed", "probabilities"):
@@ -52,7 +52,7 @@ def data(classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def check(ours: Loss, published: Loss, logits: Tensor, target: Any) -> None:
-    """Gradients of the first and last rows within the whole batch, against the published formula in float64."""
+    """Compares the gradients of the first and last rows of the whole batch with the published formula in float64."""
     found = step(ours, logits, target)[0]
     tolerance = 1e-4 if logits.dtype == torch.float32 else 2e-2
     for rows in (slice(0, 64), slice(-64, None)):
@@ -64,7 +64,7 @@ def check(ours: Loss, published: Loss, logits: Tensor, target: Any) -> None:
 
 
 def steps(functions: dict[str, tuple[Loss | str, Any]], logits: Tensor) -> Providers:
-    """A step of each loss with its target. Some write the gradient over the logits, so that each has its own."""
+    """A step of each loss with its target. Some write the gradient over the logits, so each has its own copy."""
     found: Providers = {}
     for name, (function, target) in functions.items():
         if isinstance(function, str):

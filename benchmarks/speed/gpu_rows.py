@@ -30,10 +30,10 @@ class GpuRow:
     of_copy: float = float("nan")  # bytes per second over those of a copy of 256 MiB in the same process
     ratio: float = float("nan")  # median over focalkern's
     target: str = ""
-    met: str = ""  # yes or no, where there is a target
+    met: str = ""  # yes or no, if there is a target
     note: str = ""
     device: str = field(default_factory=lambda: device_name("cuda"))
-    cuda: str = str(torch.version.cuda)  # before the field that hides the module
+    cuda: str = str(torch.version.cuda)  # before the field that shadows the module
     torch: str = torch.__version__
     commit: str = field(default_factory=commit)
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
@@ -46,14 +46,14 @@ class Comparison:
     op: str
     case: str
     dtype: str
-    pipes: float  # time of the busiest pipe over that of the memory, from kernel_counts.csv, at this GPU's copy
-    expected_of_copy: float  # what the pipes alone leave: 1 at most
-    simulated_of_copy: float  # by the rough model of kernel_counts --cycles; NaN where that knows nothing
+    pipes: float  # time of the busiest pipe over that of the memory (kernel_counts.csv, this GPU's copy speed)
+    expected_of_copy: float  # the fraction of a copy's speed that the pipes allow: 1 at most
+    simulated_of_copy: float  # from the rough model of kernel_counts --cycles; NaN if the model has no result
     of_copy: float  # measured
     measured_over_expected: float
 
 
-Providers = dict[str, Callable[[], object] | str]  # a string says why there is none
+Providers = dict[str, Callable[[], object] | str]  # a string gives the reason why there is none
 
 
 def median_us(function: Callable[[], object]) -> float:
@@ -61,7 +61,7 @@ def median_us(function: Callable[[], object]) -> float:
 
     function()
     first = _ms(function)
-    if first > 100:  # do_bench would call it eight times, and no cache matters
+    if first > 100:  # do_bench would call it eight times, and the cache does not matter
         return 1e3 * statistics.median([first, _ms(function), _ms(function)])
     return 1e3 * do_bench(function, warmup=10, rep=40, return_mode="median")
 
@@ -91,7 +91,7 @@ def timed(
     target: float | None,
     fastest: bool = False,
 ) -> Iterator[GpuRow]:
-    """A row for each provider; the first is focalkern, which is to be the ``fastest``."""
+    """A row for each provider; the first is focalkern, which should be the ``fastest``."""
     own = float("nan")
     for name, run in providers.items():
         row = GpuRow(op, case, str(dtype).removeprefix("torch."), name)
@@ -128,9 +128,9 @@ def markdown(file: Path) -> str:
 
 
 def comparisons(measured: Path, counted: Path) -> list[Comparison]:
-    """Every measured kernel of which machine instructions were counted, of the same type and number of classes.
+    """All measured kernels whose machine instructions were counted for the same dtype and number of classes.
 
-    The counts are of an H100, whose memory moves 3.35 TB/s; another GPU's pipes are taken to be as fast.
+    The counts are of an H100, whose memory moves 3.35 TB/s; the pipes of another GPU are assumed to be as fast.
     """
     with measured.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
@@ -148,13 +148,13 @@ def comparisons(measured: Path, counted: Path) -> list[Comparison]:
                 kind == (["map"] if row["op"] == "calibration_map" else [])
                 and dtype == row["dtype"]
                 and size.split("x")[1] == shape.split("x")[1]
-                and f"{row['op']}_{direction}" in count["kernel"]  # not those of few rows, which are cut
+                and f"{row['op']}_{direction}" in count["kernel"]  # no cases of few rows, which are cut into chunks
             )
             if not same:
                 continue
             pipes = float(count["pipes"]) * copy / 3350
             expected, of_copy = min(1.0, 1 / pipes), float(row["of_copy"])
-            simulated = float(count.get("tb_per_s") or "nan") / (0.93 * 3.35)  # a copy is taken to reach so much
+            simulated = float(count.get("tb_per_s") or "nan") / (0.93 * 3.35)  # a copy reaches 0.93 of it
             found.append(
                 Comparison(row["op"], row["case"], dtype, pipes, expected, simulated, of_copy, of_copy / expected)
             )

@@ -1,7 +1,7 @@
-"""Head and loss in one, compared with the two operations and with torch's own: forward and backward of one step.
+"""Fused linear head and loss, compared with two separate operations and with torch's own: forward and backward.
 
-A case is N x D x C: rows, features, classes. The gradients of input and weight are wanted; the memory is that of a step
-in addition to everything allocated before, results included. The three matrix products alone, each in one piece and
+A case is N x D x C: rows, features, classes. A step computes the gradients of input and weight. The memory is the peak
+of a step above everything allocated before, results included. The three matrix products alone, each in one piece and
 without any loss, are a lower bound for any implementation on torch's products."""
 
 from collections.abc import Callable, Iterator

@@ -23,9 +23,9 @@ from benchmarks.speed.focal_loss import (
 )
 from focalkern.reference._softmax_losses import ROW_LOSSES
 
-# A training batch of CIFAR and of ImageNet; many samples, as a step of segmentation has; a vocabulary.
+# A training batch of CIFAR and of ImageNet; many samples, as in segmentation; a vocabulary.
 SHAPES = [(128, 10), (256, 1000), (8192, 20), (1024, 32000)]
-# MMCE for every size of batch: its published form has a term for each pair.
+# MMCE at several batch sizes: its published form has a term for each pair of samples.
 MMCE_SHAPES = [(16, 10), (512, 10), (2048, 10)]
 
 
@@ -97,7 +97,8 @@ def check_beside(
 
     def check(gradient: object) -> None:
         assert isinstance(gradient, Tensor)
-        # Confidences that are equal in float32 may not be in float64, and MMCE has a kink where two are equal.
+        # Confidences that are equal in float32 may differ in float64, and MMCE is not differentiable where two are
+        # equal.
         allowed = 1e-3 if published is published_mmce else tolerance
         scale = expected.abs().max().item()
         torch.testing.assert_close(gradient.double(), expected, rtol=allowed, atol=allowed * scale)
@@ -112,7 +113,7 @@ def cases(device: str, n: int, classes: int) -> Iterator[tuple[str, Any, Callabl
         if spec.short in PUBLISHED and (spec.of_batch or not only_batch):
             name, published = PUBLISHED[spec.short]
             yield name, getattr(fk, spec.module)().to(device), published, None
-    if only_batch or n * classes >= 10_000_000:  # the others choose gamma sample by sample
+    if only_batch or n * classes >= 10_000_000:  # the other losses choose gamma sample by sample
         return
     adafocal = fk.AdaFocalLoss().to(device)
     edges = torch.linspace(0.05, 0.95, 16) ** 2
@@ -141,7 +142,7 @@ def run(
             )
             # Code that reads numbers on the host has no graph to compile.
             graph, absent = compiled(published, quick) if gamma is None else (None, "it chooses gamma on the host")
-            # The published Brier score loses digits among many classes: 2.7e-5 of the largest slope at 32000.
+            # The published Brier score loses digits with many classes: 2.7e-5 of the largest gradient at 32000.
             loose = check_beside(published, logits, target, 1e-4) if published is published_brier else check
             providers = [
                 Provider("focalkern", forward_backward(module, logits, target), check=check),
@@ -171,6 +172,6 @@ def run(
             for row, provider in zip(rows, providers, strict=True):
                 if (
                     provider.run is not None and "compiled" not in provider.name
-                ):  # no graph is run while they are counted
+                ):  # the counted run uses no compiled graph
                     row.note = f"{fetched(provider.run)} numbers fetched"
             yield rows

@@ -26,7 +26,8 @@ from focalkern import metrics
 
 
 def rows_on_an_edge(confidence: Tensor) -> int:
-    """Rows that change their bin when the other side of the bins is the closed one; 1 - 2^-53 and the like included."""
+    """The number of rows that change their bin if the bins are closed on the other side, including rows such as 1 -
+    2^-53."""
     place = confidence.double() * N_BINS
     return int(((place - place.round()).abs() < 1e-6).sum())
 
@@ -44,8 +45,8 @@ def torchmetrics(probs: Tensor, target: Tensor) -> Iterator[Comparison]:
         ("max", metrics.maximum_calibration_error),
     ):
         theirs = functional.multiclass_calibration_error(probs, target, num_classes=n_classes, n_bins=N_BINS, norm=norm)
-        # Sums of up to n float32 numbers there: their roundings grow as sqrt(n). A row that moves takes its residual
-        # from one bin to another.
+        # The peer adds up to n float32 numbers; the rounding errors grow as sqrt(n). A row that moves takes its
+        # residual from one bin to another.
         allowed = 1e-6 + n**0.5 * 2.0**-24 + (2 * edge / n if norm == "l1" else np.inf if edge else 0)
         yield Comparison(
             "torchmetrics",
@@ -68,7 +69,7 @@ def torchmetrics(probs: Tensor, target: Tensor) -> Iterator[Comparison]:
 
 
 def netcal(probs: Tensor, target: Tensor) -> Iterator[Comparison]:
-    """Bins [k/M, (k + 1)/M), the last one closed; confidences are cut to [eps, 1 - eps]."""
+    """Bins [k/M, (k + 1)/M), the last one closed; confidences are clamped to [eps, 1 - eps]."""
     library = importlib.import_module("netcal.metrics")
     arrays = probs.double().numpy(), target.numpy()
     confidence = probs.double().amax(-1)
@@ -199,7 +200,7 @@ def sets(folder: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
                 continue
             values = torch.from_numpy(arrays[kind]).double()
             target = torch.from_numpy(arrays[labels]).long()
-        # Rows of float32 probabilities sum to 1 only nearly.
+        # Rows of float32 probabilities sum to 1 only approximately.
         probs = values.softmax(-1) if "logits" in kind else values / values.sum(-1, keepdim=True)
         yield path.stem, probs, target
 

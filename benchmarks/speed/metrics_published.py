@@ -20,8 +20,8 @@ class Comparison:
     """One figure, computed twice."""
 
     library: str
-    theirs: str  # the call there
-    ours: str  # and its equivalent here
+    theirs: str  # the call of the peer
+    ours: str  # the equivalent call of focalkern
     their_value: float
     our_value: float
     allowed: float  # difference, absolute
@@ -33,17 +33,16 @@ class Comparison:
 
     @property
     def agrees(self) -> str:
-        """``yes`` or ``NO``; ``-`` where they differ by definition on these rows, and the note says why."""
+        """``yes`` or ``NO``; ``-`` if they differ by definition on these rows; the note then gives the reason."""
         if self.difference <= min(self.allowed, 1e-6) or self.difference <= self.allowed < np.inf:
             return "yes"
         return "-" if self.allowed == np.inf else "NO"
 
 
 def relplot(probs: Tensor, target: Tensor) -> Iterator[Comparison]:
-    """The bandwidth is searched in steps of 2^-10 there, and 200 points or 10 / bandwidth stand for the integral.
-
-    Its reflection has the last of 1000 grid points once and not twice, so that rows closer than that to 0 or 1 lose up
-    to half of their weight. The comparison leaves them out.
+    """The peer searches the bandwidth in steps of 2^-10 and replaces the integral by a sum over 200 points, or 10 /
+    bandwidth. Its reflection counts the last of 1000 grid points once instead of twice, so rows within 1/1000 of 0 or 1
+    lose up to half of their weight. The comparison excludes them.
     """
     library = importlib.import_module("relplot")
     confidence, predicted = probs.double().max(-1)
@@ -135,7 +134,8 @@ def uncertainty_calibration(probs: Tensor, target: Tensor) -> Iterator[Compariso
             "debiased_calibration_error(probs, norm='l1', estimator='equal_mass')",
             metrics.debiased_calibration_error,
             {"norm": "l1", "estimator": "equal_mass"},
-            # The mean of 1000 draws there: four standard errors of it, of bins that are right every other time.
+            # The peer takes the mean of 1000 draws: the tolerance is four standard errors of it, for bins with accuracy
+            # 1/2.
             np.inf if ties else 4 * 0.5 / (len(target) * 1000) ** 0.5,
             note or "random there",
         ),
@@ -145,7 +145,7 @@ def uncertainty_calibration(probs: Tensor, target: Tensor) -> Iterator[Compariso
         try:
             value = float(call())
         except (ValueError, AssertionError):
-            continue  # it wants two rows in every bin, and equal-mass bins without ties
+            continue  # the peer needs two rows in every bin, and equal-mass bins without ties
         yield Comparison(
             "uncertainty-calibration",
             theirs,

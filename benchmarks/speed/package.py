@@ -22,7 +22,7 @@ def python(*arguments: str, folder: Path = ROOT, **environment: str) -> None:
 
 
 def build() -> None:
-    """Compiles the CPU extension from nothing, two files at a time."""
+    """Compiles the CPU extension from scratch, two files at a time."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(ROOT / "csrc", folder / "csrc")
@@ -44,7 +44,7 @@ def run(
         "copy": None,
         "seconds": seconds,
     }
-    if quick:  # twenty imports of torch take as long as everything else
+    if quick:  # twenty imports of torch take as long as all other cases
         return
     if wanted("import"):
         yield measure(

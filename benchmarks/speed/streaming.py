@@ -1,8 +1,8 @@
 """Memory of ``focalkern calibrate`` by the number of rows, streamed and in memory.
 
-``python -m benchmarks.speed.streaming`` writes files of random logits, calibrates each in a process of its own, and
-records the largest resident memory that the system has seen of that process. The seconds are of one run each on a
-shared machine. ``--summary`` prints the last records as a table.
+``python -m benchmarks.speed.streaming`` writes files of random logits, calibrates each in a separate process, and
+records the peak resident memory of that process. The seconds are of one run each on a shared machine. ``--summary``
+prints the last records as a table.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import focalkern as fk
 from benchmarks.harness import RESULTS, commit, device_name
 
 SHARD_BYTES = 64 << 20
-# name: (classes, dtype, rows, options of the search, whether it is done in memory too)
+# name: (classes, dtype, rows, options of the search, whether it also runs in memory)
 CASES = {
     "10 classes": (10, "float32", (1 << 17, 1 << 19, 1 << 21), "1 1:2:1", True),
     "1000 classes": (1000, "float32", (1 << 14, 1 << 16, 1 << 17), "1 1:2:1", True),
@@ -80,7 +80,7 @@ def measure(name: str, rows: int) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         pattern, size = write_shards(Path(folder), rows, n_classes, dtype)
         ways = {"streamed": pattern}
-        # Rows that fit in memory; they exist in float64 there, some of them more than once.
+        # Rows that fit in memory; in memory they exist in float64, some of them more than once.
         if in_memory and size < 1100:
             for kind in ("logits", "labels"):
                 parts = sorted(Path(folder).glob(f"val_{kind}-*.npy"))

@@ -87,7 +87,7 @@ def pairs(rows: list[dict[str, Any]]) -> str:
 
 
 def few_rows(rows: list[dict[str, Any]]) -> str:
-    """Means of the fits on few rows, and where the automatic choice is the worse one."""
+    """Means of the fits on few rows, and the cases in which the automatic choice is worse."""
     rows = [row for row in rows if not is_whole(row)]
     if not rows:
         return ""
@@ -117,7 +117,7 @@ def few_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """A table of the networks on which focal temperature scaling helps, from the rows."""
+    """A table of the networks on which focal temperature scaling lowers the NLL, and the sentences below it."""
     found = {(row["file"], row["calibrator"]): row for row in rows if is_whole(row)}
     gains = {
         file: found[file, "temperature"]["nll"] - found[file, "focal temperature, nll"]["nll"]

@@ -4,8 +4,7 @@ Fits each on validation rows and measures it on test rows: NLL, Brier score, ECE
 bins), smooth ECE, and the seconds of one fit. ``vs_auto`` is the mean paired difference of the NLL from that of
 ``fk.AutoCalibrator`` on the test rows, and ``vs_auto_error`` its standard error; a value above 0 means that the
 automatic choice is better. Peers, where they are installed: probmetrics' calibrators, netcal's temperature scaling and
-beta calibration, scikit-learn's temperature, isotonic and sigmoid calibration. They are given probabilities where they
-want such.
+beta calibration, scikit-learn's temperature, isotonic and sigmoid calibration. Peers that need probabilities get them.
 
 ``--few`` fits on 50 to 2,000 random rows as well, two draws of each size, seeded by (size, draw); NLL, Brier score and
 ECE only, and only the calibrators in FEW_CALIBRATORS.
@@ -41,7 +40,7 @@ def structured(input_kind: Any, kind: Any, focal: bool = False) -> Any:
     return fk.StructuredScaling(kind=kind, focal=focal, solver="lbfgs", input_kind=input_kind)
 
 
-# Given the kind of the input: something with fit and predict_proba of it.
+# A function of the input kind that returns an object with fit and predict_proba.
 OURS: dict[str, Callable[[Any], Any]] = {
     "auto": lambda kind: fk.AutoCalibrator(input_kind=kind),  # first: the others are compared with it
     "temperature": lambda kind: fk.TemperatureScaling(input_kind=kind),
@@ -150,7 +149,7 @@ def figures(probs: torch.Tensor, rows: LogitSet, names: Sequence[str] = FIGURES)
 
 
 def as_logits(rows: LogitSet) -> np.ndarray:
-    """For peers: of probabilities their logarithms, a zero as a very small one."""
+    """For peers: the logarithms of probabilities; 0 is replaced by a very small probability."""
     return (rows.input.clip(1e-30).log() if rows.kind == "probs" else rows.input).numpy()
 
 
@@ -190,7 +189,7 @@ def measure_fits(
         except ImportError:
             return
         except Exception as error:
-            # A peer that fails, or an NLL that is finite nowhere: said, and the row is left out.
+            # If a peer fails, or an NLL is finite nowhere, the command prints it and omits the row.
             print(f"  {name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             return
         losses = -probs.gather(1, index).squeeze(1).log()

@@ -2,8 +2,8 @@
 
 ``fk.StructuredScaling(focal=True)`` fits W and b first, and then gamma and T of the focal map of W x + b. The joint fit
 minimises the same penalised NLL over all parameters together. Its L-BFGS starts at the result of the separate fits, so
-on the rows of fit the joint one is never worse. Measured are NLL, Brier score and ECE (equal_width, 15 bins) of test
-rows, and the seconds of a fit, on every .npz with logits or probabilities in DIR, read as
+on the validation rows the joint fit is never worse. The command measures NLL, Brier score and ECE (equal_width, 15
+bins) on test rows, and the seconds of a fit, for every .npz with logits or probabilities in DIR, read as
 ``benchmarks.studies.calibrator_table`` reads them. Writes a CSV and a Markdown table.
 """
 
@@ -30,7 +30,7 @@ WAYS = ("none on top", "on top", "jointly")
 
 
 def joint(start: Any, rows: LogitSet) -> Any:
-    """A function from logits to probabilities: ``start``, with everything fitted together."""
+    """A function from logits to probabilities: all parameters of ``start``, fitted jointly."""
     module = start.as_module()
     features = module.features(rows.input.double())
     labels = rows.labels.unsqueeze(1)

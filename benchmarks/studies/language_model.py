@@ -1,12 +1,12 @@
-"""python -m benchmarks.studies.language_model: linear_focal_loss in use, in a small causal language model.
+"""python -m benchmarks.studies.language_model: trains a small causal language model with linear_focal_loss.
 
-The text is what every Python ships: the topics of ``help()`` and the docstrings of the standard library. Its 8191 most
+The text is part of every Python: the topics of ``help()`` and the docstrings of the standard library. Its 8191 most
 frequent words and marks are the vocabulary; a transformer of a few million parameters, whose head is its embedding,
-learns the next one. For cross-entropy, focal loss and inverse focal loss it is trained with ``linear_focal_loss``, and
-a part of the way again from the same start with ``focal_loss`` of all logits: the curves must be the same to rounding,
-which training makes larger from step to step. Then the next token's calibration error on held-out text, before and
-after focal temperature scaling, whose gamma and temperature the streaming grid chooses, by NLL, on the other half of
-that text. All of it once per seed.
+learns the next one. With cross-entropy, focal loss and inverse focal loss it is trained with ``linear_focal_loss``. The
+first steps are repeated from the same start with ``focal_loss`` of all logits: the curves must agree up to rounding,
+whose effect grows with every step. Then the command measures the next token's calibration error on held-out text,
+before and after focal temperature scaling, whose gamma and temperature the streaming grid chooses, by NLL, on the other
+half of that text. Everything runs once per seed.
 
 Writes curves.csv, calibration.csv, speed.csv and language_model.png. ``--speed`` only times the steps again, and
 ``--plot`` only draws.
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import focalkern as fk
 from benchmarks.harness import RESULTS, Provider, commit, device_name, peak_extra_mib, time_in_turns
 
-PIECE = 128  # words that stay together, in training or held out
+PIECE = 128  # number of consecutive words that stay together, in the training or the held-out text
 GAMMAS = {"cross-entropy": 0.0, "focal 1": 1.0, "focal 2": 2.0, "inverse focal 1": -1.0}
 GRID_GAMMAS = [0.0, 0.25, 0.5, 1.0, 2.0, -0.25, -0.5]
 GRID_TEMPERATURES = [k / 20 for k in range(10, 31)]  # 0.5 to 1.5
@@ -47,16 +47,16 @@ class Settings:
     length: int = 64
     batch: int = 16
     steps: int = 300
-    compared_steps: int = 100  # that are trained a second time, with all logits at once
+    compared_steps: int = 100  # steps that are trained a second time, with all logits at once
     learning_rate: float = 3e-3
-    held_out: int = 8192  # tokens that choose the scaling, and as many that report
+    held_out: int = 8192  # tokens that fit the scaling, and as many for the scores
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
 def documents() -> list[str]:
-    """In an order that depends only on the texts."""
+    """The texts in an order that depends only on their contents."""
     found = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -69,8 +69,8 @@ def documents() -> list[str]:
 
 
 def split_text(settings: Settings, texts: list[str]) -> tuple[Tensor, Tensor]:
-    """Tokens of the training text and of the held-out text, every few pieces of all documents; 0 stands for every word
-    that is not in the vocabulary."""
+    """Tokens of the training text and of the held-out text, which is every n-th piece of all documents; 0 means a word
+    outside the vocabulary."""
     words = [word for text in texts for word in re.findall(r"\w+|[^\w\s]", text.lower())]
     pieces = [words[i : i + PIECE] for i in range(0, len(words), PIECE)]
     wanted = 2 * settings.held_out + 1
@@ -131,7 +131,8 @@ def unfused(gamma: float) -> Loss:
 
 
 def train(settings: Settings, tokens: Tensor, loss: Loss, steps: int, seed: int) -> tuple[Model, list[float]]:
-    """The first ``steps`` steps of ``settings.steps``. The seed chooses the first weights and the order of the text."""
+    """Trains the first ``steps`` steps of ``settings.steps``. The seed determines the initial weights and the order of
+    the text."""
     torch.manual_seed(seed)
     model = Model(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
@@ -156,7 +157,7 @@ def train(settings: Settings, tokens: Tensor, loss: Loss, steps: int, seed: int)
 
 @torch.no_grad()
 def logits_of(model: Model, tokens: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """A few rows at a time: the logits of all of them never exist together."""
+    """Logits of a few rows at a time; those of all rows never exist together."""
     x, y = rows(tokens, length)
     for batch in torch.arange(len(x)).split(8):
         yield F.linear(model(x[batch]), model.embedding.weight).flatten(0, 1), y[batch].flatten()

@@ -15,7 +15,7 @@ __all__ = ["about_run", "markdown", "two_sets", "without_zeros", "write_rows"]
 
 
 def two_sets(path: Path) -> tuple[LogitSet, LogitSet] | None:
-    """Validation and test rows, in float64; None for a file of something else."""
+    """Validation and test rows in float64; None if the file has neither logits nor probabilities."""
     try:
         sets = read_sets(path)
     except InputError as error:
@@ -33,7 +33,7 @@ def two_sets(path: Path) -> tuple[LogitSet, LogitSet] | None:
 
 
 def without_zeros(sets: Iterable[LogitSet]) -> None:
-    """Probabilities of 0 become a little, in place: a target of probability 0 has no NLL."""
+    """Replaces probabilities of 0 by a small one, in place: a target with probability 0 has an infinite NLL."""
     for rows in sets:
         if rows.kind == "probs":
             rows.input.clip_(1e-7).div_(rows.input.sum(-1, keepdim=True))
@@ -50,7 +50,7 @@ def about_run() -> dict[str, Any]:
 
 
 def write_rows(target: Path, names: Iterable[str], rows: Iterable[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
-    """A CSV of rows, floats with six digits, and of what all rows share."""
+    """Writes a CSV of rows, with floats of six digits, and of the columns that all rows share."""
     with target.open("w", newline="") as file:
         columns = dict.fromkeys((*names, *about))
         writer = csv.DictWriter(file, list(columns), restval="", lineterminator="\n")

@@ -1,11 +1,11 @@
 """python -m benchmarks.studies.search_table --logits DIR: the results of each search of focal temperature scaling.
 
 [1] chooses gamma and T among some thousand cells of a grid, proposes a search of 3m cells along a line instead, and
-leaves open whether it finds as much. This answers for the networks in a folder of logits, and for the other searches
-too: cells looked at, seconds, ECE (equal_mass, 15 bins) and NLL on validation and on test rows, and the paired
-bootstrap interval (1000 resamples, level 0.95) of what each search has more than the full grid of the same criterion on
-those others. The line is drawn through the best T at gamma = 0 and 5, the default axis' first and last, and once more
-through those at 0 and 1, because the best T at 5 may lie beyond the temperatures that are searched.
+leaves open whether that finds equally good cells. This command measures it on the networks in a folder of logits, for
+the other searches, too: cells, seconds, ECE (equal_mass, 15 bins) and NLL on validation and on test rows, and the
+paired bootstrap interval (1000 resamples, level 0.95) of each search's criterion on test rows minus that of the full
+grid. The line goes through the best T at gamma = 0 and 5, the ends of the default axis, and once more through those at
+0 and 1, because the best T at 5 may lie beyond the searched temperatures.
 
 Reads every .npz with logits or probabilities and labels: ``val_*`` are validation rows, ``test_*`` test rows; a single
 set is split into random halves (seed 0). Computes in float64, in one process; the seconds are the smallest of
@@ -57,13 +57,13 @@ def criterion_of(name: str) -> str:
 
 
 def calibrated(rows: LogitSet, calibrator: Calibrator | None) -> Tensor:
-    """Log-probabilities; of uncalibrated rows for None."""
+    """Log-probabilities after calibration; uncalibrated ones for None."""
     gamma, temperature = (0.0, 1.0) if calibrator is None else (calibrator.gamma_, calibrator.temperature_)
     return fk.focal_calibration_map(rows.input, gamma, temperature, input_kind=rows.kind, log=True)
 
 
 def fits(selection: LogitSet, repeats: int) -> tuple[dict[str, Calibrator], dict[str, float]]:
-    """Every search that finds something, and its seconds."""
+    """Every search with a result, and its seconds."""
     seconds: dict[str, float] = {}
     fitted: dict[str, Calibrator] = {}
     for repeat in range(repeats):

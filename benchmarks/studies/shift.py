@@ -1,4 +1,4 @@
-"""python -m benchmarks.studies.shift --data DIR: calibrators on models of other kinds, and on test rows from elsewhere.
+"""python -m benchmarks.studies.shift --data DIR: calibrators on other models, and on rows of other sources.
 
 The models are 59 of scikit-learn, trained on small data (Fashion-MNIST and TREC from DIR, digits, synthetic blobs),
 rows whose labels are drawn from their probabilities, and the published networks of ``--logits DIR``. Calibrators are
@@ -40,7 +40,7 @@ CALIBRATORS: dict[str, Callable[[], Any]] = {
     "spline-matrix": lambda: fk.SplineScaling(kind="matrix", input_kind="probs"),
 }
 CLIPPED = ("none", "temperature", "structured matrix, focal")
-"""They have no NLL where the label has probability 0, and are given probabilities of at least 1e-7."""
+"""Their NLL is infinite where the label has probability 0, so they get probabilities of at least 1e-7."""
 SIZES = (100, 200, 500)
 DRAWS = 2
 FIGURES = ("nll", "brier", "ece", "error")
@@ -97,7 +97,7 @@ def measure(model: Model) -> list[dict[str, Any]]:
 
 
 def figures(log_probs: Tensor, target: Tensor) -> tuple[dict[str, float], Tensor]:
-    """The figures, and the NLL of every row."""
+    """The scores, and the NLL of every row."""
     probs = log_probs.exp()
     losses = -log_probs.gather(1, target.unsqueeze(1)).squeeze(1)
     found = {

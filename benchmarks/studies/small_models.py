@@ -25,10 +25,10 @@ from benchmarks.train_study.data import Dataset, load
 __all__ = ["CALIBRATED", "SAME", "Model", "models", "other_priors"]
 
 SAME = "same source"
-"""The name of the test rows that come from where the validation rows come from."""
+"""The name of test rows from the source of the validation rows."""
 
 CALIBRATED = "calibrated rows"
-"""Test rows of a model whose labels are drawn from its probabilities, so that no calibration is the truth."""
+"""Test rows whose labels are drawn from the model's probabilities, so that the model is calibrated exactly."""
 
 Array = np.ndarray[Any, Any]
 Rows = tuple[Array, Array]  # features [N, F] and labels [N]
@@ -44,7 +44,7 @@ class Model:
 
 
 def classifiers() -> dict[str, Callable[[], Any]]:
-    """Small and fast; some too sure, some not sure enough, some with probabilities of 0."""
+    """Small and fast models; some over-confident, some under-confident, some with probabilities of 0."""
     return {
         "forest": lambda: RandomForestClassifier(100, random_state=0),
         "extra trees": lambda: ExtraTreesClassifier(20, random_state=0),
@@ -59,7 +59,7 @@ def classifiers() -> dict[str, Callable[[], Any]]:
 
 
 def models(data: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Model]:
-    """Every model whose name is wanted, one after the other.
+    """Yields every model whose name is requested.
 
     Args:
         data: a folder with the folders fashion_mnist and trec.
@@ -121,7 +121,7 @@ def sources(data: Path) -> dict[str, Parts]:
 
 
 def cut(x: Array, y: Array, n_train: int, n_validation: int, changes: dict[str, Any] | None = None) -> Parts:
-    """Parts in a random order, with other class priors and ``changes`` of the features as further test sources."""
+    """Random parts of the data; further test sources have other class priors and ``changes`` of the features."""
     order = np.random.default_rng(0).permutation(len(y))
     train, validation, test = np.split(order, [n_train, n_train + n_validation])
     same = x[test], y[test]
@@ -134,7 +134,8 @@ def cut(x: Array, y: Array, n_train: int, n_validation: int, changes: dict[str, 
 
 
 def other_priors(rows: Rows) -> Rows:
-    """As many rows, drawn so that the first class is nine times as frequent as the last, by a geometric row."""
+    """As many rows, drawn with class frequencies in a geometric sequence; the first class is nine times as frequent as
+    the last."""
     x, y = rows
     n_classes = int(y.max()) + 1
     weight = 9.0 ** (-np.arange(n_classes) / max(1, n_classes - 1))[y] / np.bincount(y, minlength=n_classes)[y]
@@ -143,7 +144,7 @@ def other_priors(rows: Rows) -> Rows:
 
 
 def fashion(dataset: Dataset) -> Parts:
-    """5,000 images each to train and validate, and the test images: as they are, and spoiled."""
+    """5,000 images each to train and validate, and the test images: unchanged, and noisy, blurred or dark."""
     images, labels = dataset.train_inputs.numpy()[:10000, 0] / 255, dataset.train_labels.numpy()[:10000]
     new, new_labels = dataset.test_inputs.numpy()[:5000, 0] / 255, dataset.test_labels.numpy()[:5000]
     noise = np.random.default_rng(0).normal(0, 0.15, new.shape)
@@ -166,7 +167,7 @@ def fashion(dataset: Dataset) -> Parts:
 
 
 def questions(dataset: Dataset) -> Parts:
-    """TREC: its test file is another source than its training file, with other priors."""
+    """TREC: its test file comes from another source than its training file and has other priors."""
     words = [" ".join(map(str, row[row > 1].tolist())) for row in dataset.train_inputs]
     new = [" ".join(map(str, row[row > 1].tolist())) for row in dataset.test_inputs]
     labels = dataset.train_labels.numpy()

@@ -1,4 +1,5 @@
-"""python -m benchmarks.studies.spline_acceptance --data DIR: spline scaling and its neighbours on published networks.
+"""python -m benchmarks.studies.spline_acceptance --data DIR: spline scaling and related calibrators on published
+networks.
 
 Fits each calibrator on validation rows and measures it on test rows: NLL, Brier score, ECE (equal width, 15 bins), test
 error and the seconds of the fit, all in float64 and in one process. A file with one set of probabilities is divided: a

@@ -1,1 +1,2 @@
-"""Trains real networks with every loss of the four papers and prints their tables: python -m benchmarks.train_study."""
+"""Trains networks on real data with every loss of four papers and prints the papers' tables: python -m
+benchmarks.train_study."""

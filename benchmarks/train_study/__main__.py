@@ -1,4 +1,4 @@
-"""python -m benchmarks.train_study: trains a network per loss and seed and follows how well calibrated it is."""
+"""python -m benchmarks.train_study: trains a network per loss and seed and records its calibration per epoch."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from tqdm import tqdm
 from benchmarks.train_study import data, networks, objectives, records, report, sweep, training
 from benchmarks.train_study.errors import StudyError
 
-# The options that go into training.Settings under the same name.
+# The options that are fields of training.Settings with the same name.
 _SETTINGS = (
     "width",
     "epochs",
@@ -148,7 +148,7 @@ def _train(arguments: argparse.Namespace) -> int:
         diverged, left = diverged + more, left + others
     unfinished = [folder for folder in left if not records.is_complete(folder)]
     if unfinished:
-        # Another process could otherwise write its report after this one, from fewer runs.
+        # Another process could otherwise write its report, with fewer runs, after this one.
         print(f"{len(unfinished)} runs are with another process, which writes the report when it has them all")
         return min(diverged, 1)
     return _report(arguments) or min(diverged, 1)
@@ -164,9 +164,9 @@ def _report(arguments: argparse.Namespace) -> int:
 def _train_all(
     dataset: data.Dataset, settings: training.Settings, losses: list[str], seeds: list[int], out: Path
 ) -> tuple[int, list[Path]]:
-    """Seed by seed, so that a study that is cut off compares all losses on fewer seeds.
+    """Trains seed by seed, so that an interrupted study compares all losses on fewer seeds.
 
-    Returns how many runs diverged, and the folders of those that another process was at.
+    Returns the number of diverged runs, and the folders of runs that another process trains.
     """
     wanted = [(loss, seed) for seed in seeds for loss in losses]
     diverged, left = [], []

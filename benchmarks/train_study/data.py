@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.train_study.errors import DataError
 
 _IMAGE_NAMES, _LABEL_NAMES = ("images", "x"), ("labels", "y")
-_TOKENS = 24  # of a question; longer ones are cut
+_TOKENS = 24  # tokens of a question; longer questions are cut
 _PADDING, _UNKNOWN = 0, 1
 
 
@@ -36,7 +36,7 @@ class Dataset:
         return int(torch.cat([self.train_labels, self.test_labels]).max()) + 1
 
     def fingerprint(self) -> str:
-        """Changes with the data, so that a study is not continued on another set."""
+        """A text that changes with the data, so that a study does not continue on another data set."""
         crc = 0
         for part in (self.train_inputs, self.train_labels, self.test_inputs, self.test_labels):
             crc = zlib.crc32(part.contiguous().numpy().tobytes(), crc)
@@ -57,7 +57,7 @@ class Split:
     std: Tensor | None
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """Stored inputs as the network takes them: images normalised, channels last; tokens as they are."""
+        """Stored inputs in the network's format: images normalised, channels last; tokens unchanged."""
         if self.mean is None:
             return inputs
         images = (inputs.to(torch.float32) / 255 - self.mean) / self.std
@@ -92,9 +92,9 @@ def load(source: str) -> Dataset:
 
 
 def split(dataset: Dataset, *, seed: int, val_fraction: float, train_size: int | None, device: torch.device) -> Split:
-    """Cuts the validation part from the training part, both in an order that ``seed`` decides.
+    """Splits the validation part from the training part, in an order given by ``seed``.
 
-    ``train_size`` takes only so many of the images left for training; the validation part does not change.
+    ``train_size`` limits the number of samples left for training; the validation part does not change.
     """
     n = len(dataset.train_labels)
     n_val = round(val_fraction * n)
@@ -129,10 +129,10 @@ def split(dataset: Dataset, *, seed: int, val_fraction: float, train_size: int |
 
 
 def out_of_distribution(dataset: Dataset, parts: Split, n: int = 2000) -> dict[str, Tensor]:
-    """Network inputs that belong to no class: ``digits`` (not for digits itself) and ``noise``.
+    """Out-of-distribution inputs: ``digits`` (not for digits itself) and ``noise``.
 
-    Digits are scikit-learn's, resized to the images' shape. Noise is standard normal where the normalised images are,
-    and uniform over the vocabulary for text. The same for every loss and seed.
+    Digits are scikit-learn's, resized to the images' shape. Noise is standard normal, as the normalised images, and for
+    text uniform over the vocabulary. All losses and seeds get the same inputs.
     """
     device = parts.train_labels.device
     generator = torch.Generator().manual_seed(20)
@@ -150,7 +150,7 @@ def out_of_distribution(dataset: Dataset, parts: Split, n: int = 2000) -> dict[s
 def augment(inputs: Tensor, generator: torch.Generator) -> Tensor:
     """A random crop after padding by 4, and a random flip, as the papers do on CIFAR: uint8 [N, C, H, W].
 
-    The generator is on the device of the images, so that no step waits for the host.
+    The generator is on the device of the images, so no step waits for the host.
     """
     n, _, height, width = inputs.shape
     device = inputs.device
@@ -248,7 +248,7 @@ def _images(name: str, *parts: np.ndarray) -> Dataset:
 
 
 def _trec(folder: Path) -> Dataset:
-    """``label text`` per line. The vocabulary is that of the training file; one-off words are unknown, too."""
+    """Reads ``label text`` per line. The vocabulary is that of the training file, without words that occur once."""
     lines = {}
     for part in ("train", "test"):
         path = _find(folder, f"TREC.{part}.all")

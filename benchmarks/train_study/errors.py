@@ -2,11 +2,11 @@
 
 
 class StudyError(ValueError):
-    """An option, a loss or a network that cannot be had."""
+    """An option, a loss or a network that does not exist."""
 
 
 class DataError(StudyError):
-    """A data set that cannot be used, and why."""
+    """A data set that cannot be used; the message gives the reason."""
 
 
 class SettingsError(StudyError):

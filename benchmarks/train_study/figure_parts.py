@@ -34,7 +34,8 @@ FONTS = {"axes.titlesize": 10, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick
 
 
 def styles_by_gamma(losses: Iterable[str]) -> Styles:
-    """From the strongest focal loss over cross-entropy to inverse focal losses: dark to light, dashes in turns."""
+    """Styles from the strongest focal loss over cross-entropy to inverse focal losses: dark to light, with alternating
+    dashes."""
     gammas = {loss: gamma for loss in losses if (gamma := objectives.gamma(loss)) is not None}
     colours = matplotlib.colormaps["cividis"](np.linspace(0, 0.95, max(len(gammas), 2)))
     dashes = ("-", (0, (5, 1.5)))
@@ -65,7 +66,7 @@ def mark_significant(
 
 
 def png(figure: Figure) -> bytes:
-    """A palette of 256 colours is enough for lines and bands, and makes a third of the bytes."""
+    """A palette of 256 colours is enough for lines and bands, and takes a third of the bytes."""
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=110)
     picture = Image.open(drawn).convert("RGB")
@@ -134,6 +135,6 @@ def write_figures(makers: dict[str, Callable[[], Figure | None]], folder: Path) 
             figure = make()
         path = folder / f"{name}.png"
         if figure is None:
-            path.unlink(missing_ok=True)  # of an earlier report, which had other losses
+            path.unlink(missing_ok=True)  # a figure of an earlier report, which had other losses
         else:
             write_atomically(path, png(figure))

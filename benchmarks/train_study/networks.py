@@ -18,7 +18,7 @@ NAMES = ("small-cnn", "resnet-18", "resnet-50", "wrn-26-10", "text-cnn")
 class SmallCNN(nn.Module):
     """Three convolutions and two linear layers: 0.2 million weights on 28 x 28 images.
 
-    Strides do what pooling would, at a third of the time on a CPU.
+    Strides replace pooling, which would take three times as long on a CPU.
     """
 
     def __init__(self, channels: int, size: tuple[int, int], n_classes: int, width: int = 16) -> None:
@@ -73,7 +73,7 @@ class _Bottleneck(_Basic):
 
 
 class ResNet(nn.Module):
-    """A ResNet without the stem's stride and pooling, which small images cannot afford."""
+    """A ResNet without the stride and pooling of its stem, because images are small."""
 
     def __init__(self, block: type[_Basic], depths: tuple[int, ...], channels: int, n_classes: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class WideResNet(nn.Module):
 
 
 class TextCNN(nn.Module):
-    """Convolutions over 3, 4 and 5 tokens and the maximum over the places (Kim 2014), embeddings trained along."""
+    """Convolutions over 3, 4 and 5 tokens, the maximum over positions (Kim 2014), and trained embeddings."""
 
     def __init__(self, n_tokens: int, n_classes: int, width: int = 64) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class TextCNN(nn.Module):
 
 
 def build(name: str, dataset: Dataset, width: int = 16) -> nn.Module:
-    """The network called ``name`` for the inputs and classes of ``dataset``; ``width`` is the small CNN's.
+    """The network called ``name`` for the inputs and classes of ``dataset``; ``width`` applies to the small CNN.
 
     Raises:
         StudyError: an unknown name, or images for text and the other way round.

@@ -1,4 +1,4 @@
-"""The losses by the names that the command line has for them."""
+"""The losses by their names on the command line."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from torch import nn
 import focalkern as fk
 from benchmarks.train_study.errors import StudyError
 
-# Name of the family: what makes the loss of its coefficient, and the coefficient's default (None: it has none).
+# Name of the family: the function that makes the loss from its coefficient, and the default coefficient (None: no
+# coefficient).
 _FAMILIES: dict[str, tuple[Callable[..., nn.Module], float | None]] = {
     "cross-entropy": (nn.CrossEntropyLoss, None),
     "focal": (fk.FocalLoss, 3),
@@ -23,7 +24,7 @@ _FAMILIES: dict[str, tuple[Callable[..., nn.Module], float | None]] = {
     "l1-norm": (fk.LogitNormPenalty, 0.01),
 }
 
-# The six of the recorded study come first, so that a study that is cut off has them.
+# The six losses of the recorded study come first, so that an interrupted study has them.
 ALL = (
     "cross-entropy",
     "focal-3",
@@ -45,7 +46,7 @@ ALL = (
 
 
 def parse(name: str) -> tuple[str, float | None]:
-    """``focal-3`` is ("focal", 3.0); a family without a coefficient has None, one whose is left out its default.
+    """``focal-3`` is ("focal", 3.0). A family without a coefficient has None; a missing coefficient is the default.
 
     Raises:
         StudyError: no such loss.
@@ -61,7 +62,7 @@ def parse(name: str) -> tuple[str, float | None]:
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a loss: ``focal-3.0`` and ``focal`` are ``focal-3``."""
+    """The canonical name of a loss: ``focal-3`` for ``focal-3.0`` and ``focal``."""
     family, coefficient = parse(name)
     return family if coefficient is None else f"{family}-{coefficient:g}"
 
@@ -75,14 +76,14 @@ def build(name: str) -> nn.Module:
     family, coefficient = parse(name)
     try:
         loss = _FAMILIES[family][0](*(() if coefficient is None else (coefficient,)))
-        loss(torch.zeros(2, 2), torch.tensor([0, 1]))  # torch's own look at their options only when they are called
+        loss(torch.zeros(2, 2), torch.tensor([0, 1]))  # torch's losses check their options only when they are called
     except (ValueError, RuntimeError) as error:
         raise StudyError(f"loss: {name}: {error}") from error
     return loss
 
 
 def gamma(name: str) -> float | None:
-    """Where a loss stands between focal (> 0), cross-entropy (0) and inverse focal (< 0); None for the others."""
+    """The gamma of a focal loss (> 0), cross-entropy (0) or inverse focal loss (< 0); None for all other losses."""
     family, coefficient = parse(name)
     if family == "cross-entropy":
         return 0.0
@@ -92,6 +93,6 @@ def gamma(name: str) -> float | None:
 
 
 def rank(name: str) -> tuple[int, str, float]:
-    """The order in which losses are listed: that of ``ALL``, then by family and coefficient."""
+    """The sort key of a loss: its position in ``ALL``, then family and coefficient."""
     family, coefficient = parse(name)
     return (ALL.index(name) if name in ALL else len(ALL), family, coefficient or 0.0)

@@ -100,7 +100,7 @@ def test_ece(logits: Tensor, labels: Tensor, *, temperature: float, prefix: str)
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], digits: int = 6) -> None:
-    """Rows of the same keys; numbers with six digits, which is more than training repeats elsewhere."""
+    """Writes rows with the same keys, and numbers with six digits, more than training reproduces on another machine."""
     rows = list(rows)
     stream = io.StringIO()
     writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
@@ -113,7 +113,7 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], digits: int = 6) ->
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:
-    """Numbers where the text is one."""
+    """The values of a row, as numbers where the text is a number."""
     with path.open(newline="") as file:
         return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
 

@@ -1,9 +1,9 @@
 """python -m benchmarks.train_study.regimes DIR --out DIR: one study at several numbers of epochs, and its tables.
 
-DIR holds a folder per number of epochs, each the --out of a study with that --epochs. Every complete run is calibrated
-four ways, fitted on its validation samples: no calibration, temperature, and the scalar and the vector spline. The
-scores are those of the test samples, with 95 % bootstrap intervals of the paired difference to cross-entropy of the
-same seed. Means and sample standard deviations are over seeds; everything is a fraction.
+DIR holds a folder per number of epochs, each the --out of a study with that --epochs. Each complete run is calibrated
+on its validation samples in four ways: no calibration, temperature, and the scalar and the vector spline. The scores
+are those of the test samples, with 95 % bootstrap intervals of the paired difference to cross-entropy of the same seed.
+Means and sample standard deviations are over seeds; everything is a fraction.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def studies(folder: Path) -> Iterator[tuple[int, list[Run]]]:
 
 
 def complete_seeds(runs: Sequence[Run]) -> list[int]:
-    """The seeds that every loss has finished: means over other seeds would compare different splits."""
+    """The seeds that all losses have finished: means over other seeds would compare different splits."""
     losses = {run.loss for run in runs}
     return [seed for seed in sorted({run.seed for run in runs}) if {r.loss for r in runs if r.seed == seed} == losses]
 
@@ -140,7 +140,7 @@ def by_epochs(scores: Sequence[Row], score: str, method: str = "none") -> str:
 
 
 def by_method(scores: Sequence[Row], differences: Sequence[Row], epochs: int, score: str) -> str:
-    """A line per loss, a column per method; in how many seeds the interval of the difference lies below or above 0."""
+    """A line per loss, a column per method, with the signs of the differences to cross-entropy (_signs)."""
     lines = []
     for loss in losses_of(scores):
         cells = []
@@ -200,7 +200,7 @@ def tables(scores: Sequence[Row], differences: Sequence[Row]) -> dict[str, str]:
 
 
 def tables_of(folder: Path) -> str:
-    """All tables of the recorded rows in ``folder``, between marks with their names."""
+    """Writes all tables of the recorded rows in ``folder``, between marks with their names."""
     rows = (records.read_csv(folder / name) for name in ("scores.csv", "differences.csv"))
     return "\n".join(f"<!-- table: {name} -->\n\n{table}\n\n<!-- end -->\n" for name, table in tables(*rows).items())
 

@@ -15,7 +15,7 @@ from focalkern.calibrators import DEFAULT_GAMMAS
 
 Row = dict[str, Any]
 
-# Columns of every CSV that say what ran where.
+# Columns of every CSV that identify the run and the machine.
 ABOUT = ("device", "threads", "torch", "focalkern", "commit", "date")
 
 FIGURES = ("accuracy", "nll", "brier", "ece_equal_width", "ece_equal_mass", "ece_equal_mass_interp", "classwise_ece")
@@ -57,7 +57,8 @@ def _figures(log_probs: Tensor, logits: Mapping[str, Tensor]) -> Row:
     labels = logits["test_labels"]
     predicted = logits["test_logits"].argmax(-1)
     probs = log_probs.exp()
-    # The probability of the predicted class: histogram binning may give another class a larger one.
+    # The probability of the class that the network predicts; after histogram binning another class may have a larger
+    # one.
     confidence = probs.gather(-1, predicted[:, None]).squeeze(-1)
     figures: Row = {
         "accuracy": float((predicted == labels).double().mean()),
@@ -70,7 +71,7 @@ def _figures(log_probs: Tensor, logits: Mapping[str, Tensor]) -> Row:
                 confidence=confidence, correct=predicted == labels, estimator=estimator
             )
         )
-    # The score of a perfectly calibrated classifier with these confidences on so many rows.
+    # The expected ECE of a perfectly calibrated classifier with these confidences and this number of rows.
     floors = bias_floor(confidence=confidence, figures=FLOORS, n_resamples=500, progress=False)
     figures.update({f"{name}_floor": floors[name].mean for name in FLOORS})
     figures["classwise_ece"] = float(fk.metrics.classwise_calibration_error(probs, labels))

@@ -39,7 +39,7 @@ def plan(dataset: Dataset, settings: Settings, sizes: Sequence[int] | None) -> d
     training part.
 
     Raises:
-        DataError: a size that is not there.
+        DataError: a size that is out of range.
     """
     parts = split(dataset, seed=0, val_fraction=settings.val_fraction, train_size=None, device=torch.device("cpu"))
     n = len(parts.train_labels)

@@ -97,7 +97,7 @@ def post_hoc_table(rows: Sequence[Row]) -> list[Row]:
 
 
 def selection_table(rows: Sequence[Row]) -> list[Row]:
-    """[1]: test ECE (equal_mass) of the parameters that validation ECE chooses, against those that NLL chooses.
+    """[1]: test ECE (equal_mass) of the parameters chosen by validation ECE, compared with those chosen by NLL.
 
     p is that of a paired two-sided t-test over runs.
     """
@@ -167,7 +167,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Sequence[Row]], list[Row]]]] = {
         ood_table,
     ),
 }
-"""CSV files by their stem: heading, the CSV it is made of, and how."""
+"""Printed tables by their stem: heading, the CSV it is made of, and the function that formats it."""
 
 
 def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> str:
@@ -259,7 +259,7 @@ def _mean_std(rows: Sequence[Row], *names: str) -> Row:
     for name in names:
         values = np.array([row[name] for row in rows], dtype=np.float64)
         result[f"{name}_mean"] = float(values.mean()) if len(values) else math.nan
-        # One infinite value leaves no standard deviation.
+        # One infinite value makes the standard deviation undefined.
         spread = len(values) > 1 and bool(np.isfinite(values).all())
         result[f"{name}_std"] = float(values.std(ddof=1)) if spread else math.nan
     return result
@@ -291,6 +291,6 @@ def write(runs: Sequence[Run], folder: Path) -> dict[str, list[Row]]:
     for name, (_, source, make) in TABLES.items():
         files[name] = make(files[source])
     for name, rows in files.items():
-        # With some hundred samples per bin, more than four digits are meaningless, and there are many bins.
+        # With some hundred samples per bin, more than four digits are not significant, and bins are many.
         records.write_csv(folder / f"{name}.csv", rows, digits=4 if name == "bins" else 6)
     return files

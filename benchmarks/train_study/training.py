@@ -1,7 +1,7 @@
-"""One run: a network trained with one loss from one seed, followed epoch by epoch, resumable after every one.
+"""One run: a network trained with one loss from one seed, recorded every epoch, resumable after every epoch.
 
-A run does not depend on interruptions: an epoch is determined by the seed, its number and the checkpoint of the epoch
-before. On the same machine with the same number of threads the results are the same bits."""
+A run does not depend on interruptions: the seed, the epoch's number and the checkpoint of the epoch before determine an
+epoch. On the same machine with the same number of threads, results are bitwise the same."""
 
 import contextlib
 import fcntl
@@ -35,7 +35,7 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything but loss and seed that decides what a run computes."""
+    """All settings of a run except loss and seed."""
 
     data: str  # fingerprint
     network: str
@@ -70,7 +70,7 @@ class Settings:
         return self.lr * 0.1 ** sum(epoch > round(drop * self.epochs) for drop in _DROPS)
 
     def claim(self, out: Path) -> None:
-        """Write the settings into the folder, or compare with those that are there.
+        """Write the settings into the folder, or compare them with the existing ones.
 
         Raises:
             SettingsError: they differ.
@@ -97,12 +97,12 @@ def run(
     folder: Path,
     on_epoch: Callable[[int, dict[str, float]], None] = lambda epoch, row: None,
 ) -> bool:
-    """Train, or go on training, and write the run's result files into ``folder``.
+    """Train or resume training, and write the run's result files into ``folder``.
 
-    ``on_epoch`` is called after every epoch, when it is already saved, and first with the last one that was found.
+    ``on_epoch`` is called after every epoch, once it is saved; after a resume, first with the last saved epoch.
 
     Returns:
-        False when another process is at this very run.
+        False if another process is training this run.
 
     Raises:
         DivergedError: the logits are not finite.
@@ -137,7 +137,7 @@ class _Run:
             weight_decay=settings.weight_decay,
         )
         n = len(self.parts.train_labels)
-        self.learned = torch.zeros(n, dtype=torch.int64, device=self.device)  # first epoch with a right answer; 0: none
+        self.learned = torch.zeros(n, dtype=torch.int64, device=self.device)  # epoch of the first correct one; 0: none
         self.epochs: list[dict[str, float]] = []
         self.bins: list[dict[str, float]] = []
         self.about = records.about(loss_name, seed, self.device)
@@ -162,9 +162,9 @@ class _Run:
     # -- one epoch -----------------------------------------------------------------------------------------------------
 
     def _train_epoch(self, epoch: int) -> dict[str, float]:
-        """Loss, NLL and error of the training samples as they were met: nothing is run twice for the record's sake."""
+        """Loss, NLL and error of the training samples during the epoch, so that no extra pass is needed."""
         parts, n = self.parts, len(self.parts.train_labels)
-        # Both start again with every epoch, so there is no state to restore.
+        # Both start anew in every epoch, so there is no state to restore.
         seed = 1_000_003 * (self.seed + 1) + epoch
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
@@ -243,7 +243,7 @@ class _Run:
 
     @torch.no_grad()
     def _follow_bins(self, epoch: int, val_logits: Tensor) -> list[dict[str, float]]:
-        """The validation bins of AdaFocal, for every loss; gamma is what this epoch trained with."""
+        """The validation bins of AdaFocal, for every loss; gamma is the value used in this epoch."""
         bins = fk.metrics.reliability_bins(val_logits.softmax(-1), self.parts.val_labels, estimator="equal_mass_interp")
         n_bins = bins.n_bins
         gammas = self.loss.bin_gammas.tolist() if isinstance(self.loss, fk.AdaFocalLoss) else [float("nan")] * n_bins
@@ -311,7 +311,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
-    """Whether this process has the folder for itself; the system releases it even when the process is killed."""
+    """Whether this process holds the lock of the folder; the system releases it even if the process is killed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

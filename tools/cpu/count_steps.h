@@ -17,7 +17,7 @@ namespace {
 
 using namespace focalkern;
 
-// The instructions of a child between its stops: [0] of a stop itself, [1] forward, [2] backward.
+// The numbers of instructions of a child: [0] of a stop itself, [1] of the forward pass, [2] of the backward pass.
 bool count_steps(pid_t child, long (&steps)[3]) {
   int status;
   for (int part = -1; waitpid(child, &status, 0) == child && WIFSTOPPED(status);) {
@@ -33,7 +33,7 @@ bool count_steps(pid_t child, long (&steps)[3]) {
   return false;
 }
 
-// Prints the elements and the instructions of both passes.
+// Prints the number of elements and the instructions of both passes.
 template <typename Forward, typename Backward>
 int count(int64_t elements, Forward forward, Backward backward) {
   const auto both = [&](bool stops) {

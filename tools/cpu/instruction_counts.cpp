@@ -67,7 +67,7 @@ int count_rows(int64_t classes, bool with_table, Target target = Target::kLabels
       [&] { cpu::row_loss_backward<FocalFormula>(backward, 0, rows); });
 }
 
-// The losses of a detector's head, of the mean. Half of the labels are background.
+// The losses of a detector's head, with the mean as reduction. Half of the labels are background.
 template <typename Scalar>
 int count_elements(SigmoidLoss loss, int64_t classes, bool with_labels) {
   using Real = compute_t<Scalar>;

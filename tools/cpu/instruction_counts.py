@@ -3,21 +3,22 @@
     python -m tools.cpu.instruction_counts
 
 A small program steps through one chunk of rows, one instruction at a time (Linux, x86-64 with AVX-512, a C++
-compiler). Counts do not depend on who else uses the machine. `--write` records them, `--summary` prints what is
-recorded.
+compiler). Counts do not depend on the load of the machine. `--write` records them, `--summary` prints the recorded
+ones.
 
-The floor of `focal_loss` is what its arithmetic needs in vectors of sixteen, without addresses, loops and spills:
+The floor of `focal_loss` is the number of instructions of its arithmetic in vectors of sixteen, without addresses,
+loops and spills:
 
-- per element: the maximum (or a bound, from the target's logit), a difference and an exponential (13 instructions, of
-  which a table of roots saves the kernels two) twice, a comparison with the label twice, a sum, a product and a store:
-  34;
-- up to 32 classes three transpositions, 28 instructions for sixteen rows and four words (the kernels make do with one);
-  of half precision, where a word has two classes, 8 more for the conversion, or 56 with rounding;
-- of more classes a row is in vectors of its own: the last of them is not full and costs as much as the others, and the
-  maximum and the sum are folded, each in 13 instructions for four rows together;
-- per row two logarithms (22) and seven exponentials (14) (for gamma = 2 the kernels make do with one and one);
-- of a half-precision row that is not transposed, one instruction to convert each class in each of three readings, and 7
-  to round it.
+- Per element 34: the maximum (or a bound, from the target's logit); twice a difference and an exponential (13
+  instructions, two fewer with the kernels' table of roots); twice a comparison with the label; a sum, a product and a
+  store.
+- Up to 32 classes three transpositions, 28 instructions for sixteen rows and four words (the kernels need one). In half
+  precision, where a word has two classes, 8 more for the conversion, or 56 with rounding.
+- With more classes a row has its own vectors; the last one is not full and costs as much as the others. The maximum and
+  the sum are reduced, each in 13 instructions for four rows together.
+- Per row two logarithms (22) and seven exponentials (14); for gamma = 2 the kernels need one of each.
+- For a half-precision row that is not transposed, one instruction to convert each class in each of three readings, and
+  7 to round it.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-// The choice of a loop for a tile of rows (csrc/cpu/row_loss/plan.h), over all sizes: what each loop asks of its rows.
-// Prints the first shape whose loop cannot take it.
+// Checks the choice of a loop for a tile of rows (csrc/cpu/row_loss/plan.h) over all sizes: each loop must be able to
+// process the rows that it gets. Prints the first shape for which it cannot.
 
 #include <cstdint>
 #include <cstdio>

@@ -3,10 +3,10 @@
 //   spline_counts maps|backward|fit classes float32|float64          prints: elements first second
 //
 //   maps      temperature scaling, then the map that keeps the order
-//   backward  the backward pass of that map, then nothing
+//   backward  the backward pass of that map; the second number is 0
 //   fit       value, gradient and Hessian of the curve, then value and gradient of a vector
 //
-// A step takes a microsecond or more, so that the last two read one tile of rows.
+// A step takes a microsecond or more, so `backward` and `fit` read one tile of rows.
 
 #include <algorithm>
 #include <cstdlib>

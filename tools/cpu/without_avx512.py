@@ -1,4 +1,4 @@
-"""Copies focalkern and makes the copy believe that the CPU has no AVX-512: python -m tools.cpu.without_avx512 FOLDER
+"""Copies focalkern and patches the copy so that it finds no AVX-512: python -m tools.cpu.without_avx512 FOLDER
 
     PYTHONPATH=FOLDER:tests python tests/random_cases.py --count 1000     the kernels in vectors of 32 bytes
 

@@ -21,7 +21,7 @@ NVCC_FLAGS = [
     "-DFOCALKERN_TEST_GRID", "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__",
     "-D__CUDA_NO_BFLOAT16_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__",
 ]  # fmt: skip
-# Several of these libraries may live in one process, each with its own state: hence no-gnu-unique.
+# Several of these libraries may be loaded in one process, each with its own state; so their symbols must not be unique.
 HOST_FLAGS = ["-std=c++17", "-fPIC", "-fno-gnu-unique"]
 MACHINE_CODE = {"machine_code": "90", "machine_code_100": "100"}
 # Sources that take more than a few seconds to compile.
@@ -53,7 +53,7 @@ def compiler() -> str:
 
 
 def run_all(commands: Iterable[list[str]], at_once: int | None = None) -> None:
-    """Runs one per processor at a time, the longest first; raises at the first failure."""
+    """Runs the commands, one per processor at a time, the longest first; raises at the first failure."""
 
     def place(command: list[str]) -> int:
         stem = Path(command[command.index("-o") + 1]).stem if "-o" in command else ""
@@ -72,9 +72,9 @@ def kernels(csrc: Path = CSRC) -> list[Path]:
 
 
 def link(folder: Path, flags: tuple[str, ...] = (), executable: bool = False) -> Path:
-    """Everything that was compiled into the folder."""
+    """The object files in the folder."""
     target = folder / ("run" if executable else "kernels.so")
-    # Its own CUDA runtime even where a CUDA build of torch has loaded the real one for all.
+    # -Bsymbolic: the library calls its own CUDA runtime, even if a CUDA build of torch has loaded the real one.
     kind = [] if executable else ["-shared", "-Wl,-Bsymbolic"]
     subprocess.run([compiler(), *kind, *flags, *sorted(map(str, folder.glob("*.o"))), "-o", str(target)], check=True)
     return target
@@ -108,7 +108,8 @@ def build_shim(
         at_once,
     )
     for kernel in kernels(csrc):
-        # Zeroed statics are the shared memory: into one section, which is filled with poison at the start of a block.
+        # Zeroed statics are the shared memory. They go into one section, which is filled with poison at the start of a
+        # block.
         section = ["--set-section-flags", ".bss=alloc,load,data,contents", "--rename-section", ".bss=shim_shared"]
         subprocess.run([objcopy, *section, str(folder / f"{kernel.stem}.o")], check=True)
     return link(folder, flags, executable=program is not None)
@@ -136,7 +137,7 @@ def build_ptx(folder: Path, arch: str = "90", csrc: Path = CSRC) -> Path:
 
 
 def build_machine_code(folder: Path, arch: str = "90", csrc: Path = CSRC) -> tuple[Path, Path]:
-    """The same with machine code in addition to the PTX: the library, and the code as text for sassrun_load."""
+    """As build_ptx, with machine code in addition to the PTX: the library, and the code as text for sassrun_load."""
     from tools.cuda.sass.extract import extract
 
     objdump, _ = tool("cuobjdump"), tool("nvdisasm")
@@ -163,7 +164,7 @@ def build_machine_code(folder: Path, arch: str = "90", csrc: Path = CSRC) -> tup
 
 
 def build(folder: Path, kind: str) -> tuple[Path, Path | None]:
-    """PTX by its architecture, or machine code by its name in MACHINE_CODE: the library, and the code that it runs."""
+    """The library for the architecture of PTX or for a name in MACHINE_CODE, and the code that it runs."""
     if kind in MACHINE_CODE:
         return build_machine_code(folder, MACHINE_CODE[kind])
     return build_ptx(folder, kind), None

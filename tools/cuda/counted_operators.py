@@ -20,8 +20,8 @@ from tools.cuda.counting import Count, count, executed, short, simulate
 
 MAX_GRID = 2048  # blocks, as in csrc/cuda/launch.h
 
-# (dtype, shape, blocks that fit one multiprocessor for --cycles). As many rows as fill an H100 with whole tiles; the
-# first blocks alone are run.
+# (dtype, shape, blocks that fit one multiprocessor for --cycles). The rows fill an H100 with whole tiles; only the
+# first blocks run.
 FOCAL_LOSS = [
     ("float32", (16896, 1000), 4), ("bfloat16", (16896, 1000), 4), ("float32", (1056, 32000), 4),
     ("bfloat16", (1056, 32000), 4), ("float32", (2112, 4097), 4), ("bfloat16", (2112, 4097), 4),
@@ -29,8 +29,8 @@ FOCAL_LOSS = [
     ("bfloat16", (16896, 100), 4), ("float32", (2, 19, 67584), 5), ("bfloat16", (2, 19, 67584), 5),
     ("float64", (16896, 1000), 2), ("float32", (8, 128256), 2), ("bfloat16", (8, 128256), 2),
 ]  # fmt: skip
-# Labels, label smoothing, or class probabilities of the type of the logits, which share the kernels of smoothing. The
-# gamma is 2 where a loss has one.
+# Labels, label smoothing, or class probabilities of the type of the logits, which share the kernels of smoothing. Gamma
+# is 2 for losses that have one.
 ROW_LOSS = [
     ("poly", "float32", (16896, 1000), ""), ("poly", "bfloat16", (16896, 1000), ""),
     ("poly", "float32", (135168, 10), ""), ("dual", "float32", (16896, 1000), ""),
@@ -38,8 +38,8 @@ ROW_LOSS = [
     ("focal", "float32", (135168, 10), " smooth"), ("focal", "float32", (16896, 1000), " smooth gamma 0"),
     ("focal", "float32", (16896, 1000), " probabilities"), ("focal", "bfloat16", (16896, 1000), " probabilities"),
 ]  # fmt: skip
-# Targets of the type of the logits, hard or soft, or a label for each row, or for each pixel of 128 images. Enough for
-# several rounds of the grid.
+# Targets of the type of the logits, hard or soft; a label for each row; or a label for each pixel of 128 images. The
+# sizes give several rounds of the grid.
 SIGMOID_LOSS = [
     ("float32", "hard"), ("bfloat16", "hard"), ("float32", "soft"), ("bfloat16", "soft"), ("float32", "labels"),
     ("bfloat16", "labels"), ("float64", "hard"), ("float32", "labels of pixels"), ("bfloat16", "labels of pixels"),
@@ -55,7 +55,7 @@ SPLINE = [("float32", (64, 1000)), ("bfloat16", (64, 1000)), ("float32", (4000, 
 
 
 class ForwardOnly:
-    """The library, but the backward launches nothing: the trace is that of the last launch."""
+    """The library without the backward launch: a trace shows only the last launch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -144,7 +144,7 @@ def sigmoid_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterato
         for name, code in executed(library).items():
             pack = 16 // dtype.itemsize if "plain" in name else 2 if kind == "float64" else 4
             if targets == "labels of pixels" and "plain" in name:
-                pack *= 8  # a thread has so many classes
+                pack *= 8  # classes per thread
             some = taken_by(blocks, logits.numel(), 256 * pack)
             tensors = (1 if "labels" in targets else 2) + ("backward" in name)
             moved = some * (tensors * dtype.itemsize + (8 / classes if "labels" in targets else 0))
@@ -152,7 +152,7 @@ def sigmoid_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterato
 
 
 def taken_by(blocks: int, size: int, of_a_block: int) -> int:
-    """The part of `size` that the first blocks take, in all rounds of the grid."""
+    """The part of `size` that the first blocks take over all rounds of the grid."""
     grid = min(MAX_GRID, -(-size // of_a_block))
     firsts = [
         (start + block) * of_a_block for start in range(0, -(-size // of_a_block), grid) for block in range(blocks)
@@ -173,7 +173,7 @@ def calibration(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator
     gammas = [0.0, 1.0, 2.0, 3.0, 5.0]
     paper = [-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 5.0]
     all_of_them = ["ece", "mce", "nll", "brier"]
-    # Confidences are an element for each class, bins one for each confidence.
+    # The confidences have one element per class, the bins one per confidence.
     for title, estimator, rows, classes, temperatures, values, criteria, stage in (
         ("grid equal_width 64x100", "equal_width", 64, 100, 32, gammas, all_of_them, "confidence"),
         ("grid of the paper 64x100", "equal_width", 64, 100, 32, paper, ["ece", "nll"], "confidence"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 CLOCK, MULTIPROCESSORS, MEMORY = 1.755e9, 132, 3.35e12  # of the H100 SXM: Hz, count, bytes per second
 MEMORY_LATENCY = 650  # cycles
-BYTES_PER_CYCLE = 0.93 * MEMORY / MULTIPROCESSORS / CLOCK  # what a copy reaches of the memory's rate
+BYTES_PER_CYCLE = 0.93 * MEMORY / MULTIPROCESSORS / CLOCK  # the fraction of the memory's rate that a copy reaches
 
 PIPES = {
     "fma": "FADD FMUL FFMA HADD2 HFMA2",
@@ -31,8 +31,8 @@ class Count:
     float64: float
     regions: float
     special: float
-    wide: float  # part of the bytes
-    bound: str  # these two of an H100: empty for another architecture
+    wide: float  # fraction of the bytes
+    bound: str  # these two are for an H100; empty for another architecture
     pipes: float | None
     cycles: float | None = None  # per element and multiprocessor
     tb_per_s: float | None = None  # of the simulated chip
@@ -63,7 +63,7 @@ def executed(library: ctypes.CDLL) -> dict[str, list[tuple[int, int, str]]]:
 
 
 def short(name: str) -> str:
-    """focal_loss_backward tile, of a mangled name."""
+    """A short name, such as "focal_loss_backward tile", for a mangled one."""
     found = re.search(r"\d((?:[a-z]+_)+)kernel(?:I|E|$)", name)
     path = re.search(r"RowPathE(\d)", name)
     return (found[1].strip("_") if found else name[-30:]) + (

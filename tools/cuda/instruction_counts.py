@@ -32,15 +32,15 @@ from tools.cuda.counting import Count, executed
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TABLE = RESULTS / "kernel_counts.csv"
 TABLES = {"90": TABLE, "100": RESULTS / "kernel_counts_sm_100.csv"}
-MORE = 1.03  # how many times the table's instructions a kernel may take before --check fails
+MORE = 1.03  # --check fails if a kernel takes more than this times the instructions of the table
 
 
 class CountsUnavailableError(Exception):
-    """Why nothing can be counted here."""
+    """Counting is not possible here; the message gives the reason."""
 
 
 def load(folder: Path, arch: str = "90") -> ctypes.CDLL:
-    """The library that runs machine code. Files that the folder already has are used."""
+    """The library that runs machine code. Files that exist in the folder are used."""
     try:
         path, code = folder / "kernels.so", folder / "code.txt"
         if not (path.is_file() and code.is_file()):
@@ -85,7 +85,8 @@ def all_counts(library: ctypes.CDLL, cycles: bool, words: list[str]) -> Iterator
 
 
 def problems(found: list[Count], table: list[Count]) -> list[str]:
-    """Counts that exceed the table, and instructions that no kernel for float32 or narrower may have."""
+    """Messages for counts that exceed the table, and for instructions that a kernel for float32 or narrower must not
+    have."""
     before = {(row.case, row.kernel): row for row in table}
     wrong = [f"{row.case}, {row.kernel}: not in the table" for row in found if (row.case, row.kernel) not in before]
     for row in found:
@@ -94,8 +95,8 @@ def problems(found: list[Count], table: list[Count]) -> list[str]:
             wrong.append(f"{row.case}, {row.kernel}: {row.instructions} instructions, were {old.instructions}")
         if old is not None and row.wide < old.wide - 0.02:
             wrong.append(f"{row.case}, {row.kernel}: {row.wide} of the bytes move 16 at a time, were {old.wide}")
-        # A row's own arithmetic may be in double precision, and may branch, and so may a vector: per element little is
-        # left of it.
+        # A row's own arithmetic, and that of a vector, may be in double precision and may branch: per element it is
+        # little.
         is_long = row.kernel.startswith("focal_loss") and row.kernel.endswith("rows") and "float64" not in row.case
         if is_long and row.float64 > 0.3:
             wrong.append(f"{row.case}, {row.kernel}: {row.float64} operations in double precision per element")

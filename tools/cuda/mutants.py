@@ -1,4 +1,4 @@
-"""Planted faults: what tools.cuda.cases have to see, proven one fault at a time.
+"""Planted faults: proves, one fault at a time, that tools.cuda.cases detect them.
 
     python -m tools.cuda.mutants [--out FOLDER] [--csv FILE] [WORD ...]    faults whose name or file holds a WORD
 
@@ -85,7 +85,7 @@ COMPILED = {
     "spline_row.cuh": ("spline_map.cu", "spline_sums.cu"),
     "sigmoid_loss_pack.cuh": ("sigmoid_loss_vectorized.cu",),
 }
-# pytest -k expressions for files whose cases are among those of others.
+# pytest -k expressions for files whose cases are in a module with other cases.
 CHOICE = {
     "common.cuh": "not (map or grid)",
     "grid_sum.cuh": "not (map or grid)",
@@ -142,7 +142,7 @@ __device__ inline T atomicMin(T* at, T value) {
 
 
 class Workshop:
-    """A copy of the sources, their objects without a fault, and the library of one fault at a time."""
+    """A copy of the sources, their objects without a fault, and the library with one fault at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.build, self.folder, self.csrc, self.base = build, folder, folder / "csrc", folder / "base"
@@ -150,7 +150,7 @@ class Workshop:
         shutil.rmtree(self.csrc, ignore_errors=True)
         shutil.copytree(CUDA.parent, self.csrc)
         for kernel in self.build.kernels(self.csrc):
-            # The other types differ in no barrier, tail or stride.
+            # The other types have the same barriers, tails and strides.
             others_than_float = r"FK_INSTANTIATE\((Formula, )?(Half|BFloat16|double)\)"
             kernel.write_text(re.sub(others_than_float, "", kernel.read_text()))
         common = self.csrc / "cuda/common.cuh"  # which all of them include first
@@ -181,7 +181,7 @@ class Workshop:
             file.write_text(text)
 
     def run(self, library: Path, cases: str | None, choice: str | None, settings: str = "") -> tuple[bool, str]:
-        """Whether all of the cases pass; and the first report, or the last line."""
+        """Whether all cases pass; and the emulator's first report, or the last line of pytest."""
         chosen = f",cases={cases}" if cases else ""
         code, output = self.in_a_child(
             ["-p", "no:cacheprovider", "-q", "-x", "--tb=line", *(["-k", choice] if choice else []),
@@ -196,7 +196,7 @@ class Workshop:
         return code == 0, report[1][:120] if report else output.strip().splitlines()[-1]
 
     def in_a_child(self, arguments: list[str], settings: str) -> tuple[int, str]:
-        """Runs pytest in a copy of this process, which has imported torch once for all."""
+        """Runs pytest in a fork of this process, which has already imported torch."""
         path = self.folder / "output"
         if (child := os.fork()) == 0:
             with path.open("w") as file:

@@ -72,7 +72,7 @@ class Outcome:
 
 
 class Libraries:
-    """Each is built once."""
+    """The libraries; each is built once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,7 +116,7 @@ def run(part: Part, libraries: Libraries, seconds: float) -> Outcome:
 
 
 def prove_mutants(kept: "Kept", say: Callable[[str], None]) -> tuple[list[str], bool]:
-    """The lines of the report, and whether all of them were seen."""
+    """The lines of the report, and whether all faults were caught or are redundant."""
     faults = planting.all_faults()
     for verdict in planting.verdicts(kept.folder / "mutants", [f for f in faults if f.name not in kept.mutants]):
         say(f"{verdict.result}: {verdict.fault} ({verdict.seconds:.0f} s)")
@@ -127,7 +127,7 @@ def prove_mutants(kept: "Kept", say: Callable[[str], None]) -> tuple[list[str], 
 
 
 class Kept:
-    """The results for these sources: by part, and by fault."""
+    """The stored results for these sources, by part and by fault."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "found.json"

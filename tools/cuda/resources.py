@@ -1,7 +1,7 @@
 """Registers, stack and shared memory of every CUDA kernel in the compiled module: python -m tools.cuda.resources
 
 They are read from the module that runs, with cuobjdump (of a CUDA toolkit, or of the Triton that comes with a CUDA
-build of torch); no GPU is needed. A register spill takes a stack frame, so a stack of 0 bytes is no spill either.
+build of torch); no GPU is needed. A register spill takes a stack frame, so a stack of 0 bytes means no spill.
 
 --compile SM ... reads them from objects that nvcc makes of csrc/cuda for these architectures, without torch.
 """
@@ -31,7 +31,7 @@ class KernelResources:
 
 
 class ResourcesUnavailableError(Exception):
-    """The module's resources cannot be read; the message gives the reason."""
+    """The resources cannot be read; the message gives the reason."""
 
 
 def compiled_module() -> Path:
@@ -106,7 +106,7 @@ def demangle(names: list[str]) -> list[str]:
 
 
 def read(*modules: Path) -> list[KernelResources]:
-    """Every kernel of the modules, or of the compiled one, for every architecture that it has machine code for.
+    """All kernels of the modules (default: the compiled module), for every architecture with machine code.
 
     Raises:
         ResourcesUnavailableError: there are no CUDA kernels, or cuobjdump is not there.

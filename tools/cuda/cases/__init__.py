@@ -1,5 +1,5 @@
-"""The cases that every way of running the CUDA kernels without a GPU has to pass: on the host shim (test_cuda_shim.py),
-as the PTX that nvcc makes of them, and as machine code (test_cuda_ptx.py).
+"""The cases of the CUDA kernels without a GPU: on the host shim (test_cuda_shim.py), as the PTX that nvcc makes of
+them, and as machine code (test_cuda_ptx.py).
 
 One module for each operator: the ctypes structures of its arguments in csrc/kernels, a function that runs its
 launchers, one that compares everything they write with the reference, and tests that take the fixture ``library``. To

@@ -1,6 +1,5 @@
-"""Cases that the others leave out: tiles that are full to the last byte, tails of vectors, rows off every boundary,
-more
-blocks than a block has threads, and the kernels of every dtype in every layout.
+"""Cases that the other modules do not have: tiles without a free byte, incomplete vectors, rows off every 16-byte
+boundary, more blocks than a block has threads, and the kernels of every dtype in every layout.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ def off_boundary(rows: int, classes: int, dtype: torch.dtype, elements: int) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row_bytes", [16, 64, 128, 1024])
 def test_full_tiles(library, dtype, row_bytes):
-    """A tile of shared memory without a byte or a row to spare; and several, with one of a single row."""
+    """One tile of shared memory without a free byte or row; and several tiles, the last of which has one row."""
     classes = min(row_bytes // dtype.itemsize, 512)
     full = min(256, 16384 // row_bytes)
     for rows in (full, 3 * full + 1):
@@ -34,7 +33,7 @@ def test_full_tiles(library, dtype, row_bytes):
         check_focal_loss(library, logits, labels_for(logits), 1.5)
 
 
-# The last vector of the tile is not full; rows are not vectors either.
+# The last vector of the tile is not full, and rows do not fill whole vectors.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "classes"), [(1, 1), (3, 3), (301, 5), (83, 33), (67, 101)])
 def test_tails_of_tiles(library, dtype, rows, classes):
@@ -50,7 +49,7 @@ def test_tails_of_tiles(library, dtype, rows, classes):
 def test_rows_off_every_boundary(library, dtype, classes, elements):
     logits = off_boundary(9 if classes < 4000 else 3, classes, dtype, elements)
     check_focal_loss(library, logits, labels_for(logits), 2.0)
-    # The gradient on another boundary than the logits: the strided way of writing.
+    # If the gradient lies on another boundary than the logits, the kernel writes it element by element.
     check_focal_loss(
         library, logits, labels_for(logits), 2.0, grad_like=off_boundary(*logits.shape, dtype, elements + 1)
     )
@@ -67,7 +66,7 @@ def most_blocks(library: ctypes.CDLL, blocks: int) -> Iterator[None]:
 
 
 def test_more_blocks_than_threads(library):
-    """The last block adds up what more than 256 of them bring."""
+    """The last block adds up the sums of more than 256 blocks."""
     logits = torch.randn(16 * 300 + 1, 2)
     with most_blocks(library, 2048):
         check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="mean")
@@ -94,7 +93,7 @@ def test_layouts_of_all_dtypes(library, dtype):
         check_focal_loss(library, logits, soft, torch.tensor(1.5), reduction="sum", **options)
 
 
-# One lane, a warp, and the block for each row of the general kernels, whose blocks take several of their tiles.
+# General kernels with one lane, a warp and the block per row; each block has several tiles.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "classes"), [(1300, 3), (70, 300), (9, 3000)])
 def test_general_kernels_of_all_dtypes(library, dtype, rows, classes):
@@ -118,7 +117,7 @@ def test_nothing_but_the_loss_is_wanted(library, dtype):
         assert_near(actual["loss"], expected, real_of(dtype), 20)
 
 
-# More rows than blocks times rows of a block, with a lane, a warp and a block for each.
+# More rows than one round of the grid takes, with a lane, a warp and a block per row.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "classes"), [(6500, 2), (250, 200), (30, 4097)])
 def test_map_of_many_rows(library, dtype, rows, classes):
@@ -147,7 +146,7 @@ def test_grid_of_narrow_logits(library, dtype, estimator):
             assert abs(tables["ece"][g, t].item() - ece) < 1e-12
 
 
-# Each subset takes another kernel, or leaves a stage out.
+# Each subset of criteria takes another kernel or skips a stage.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("criteria", [("ece", "mce", "nll"), ("nll",), ("mce",), ("brier",)])
 def test_grid_of_some_criteria(library, dtype, criteria):
@@ -169,7 +168,7 @@ def test_grid_of_some_criteria(library, dtype, criteria):
 
 
 def test_grid_of_more_rows_than_a_digit_counts(library):
-    """A row number has two digits; and there are more rows than one step of all blocks checks."""
+    """A row number has two digits, and more rows exist than one round of the grid checks."""
     logits = 3 * torch.randn(700, 3)
     logits[::3] = logits[0].clone()  # ties
     target = torch.where(torch.rand(700) < 0.6, logits.argmax(1), torch.randint(3, (700,)))

@@ -29,7 +29,8 @@ def fill_samples(samples, memory, values, labels, kept, is_probs):
 
 def run_grid(library, values, labels, gammas, temperatures, *, n_bins, estimator, kept=None, is_probs=False,
              criteria=CRITERIA):  # fmt: skip
-    """The tables by criterion, null for those left out; the confidences [Gt, Gg, N]; and which samples are right."""
+    """The tables by criterion, null for those not requested; the confidences [Gt, Gg, N]; and which samples are
+    correct."""
     dtype, real = values.dtype, real_of(values.dtype)
     block_fields = [
         ("samples", None), ("n_gammas", c_int64), ("n_temperatures", c_int64), ("gammas", c_void_p),
@@ -68,7 +69,8 @@ def run_grid(library, values, labels, gammas, temperatures, *, n_bins, estimator
         )
 
 
-# Rows: fewer than bins, than a digit of the radix, and more; ties everywhere in the saturated cells (temperature 0.01).
+# Numbers of rows: fewer than bins, fewer than a digit of the radix, and more. Saturated cells (temperature 0.01) have
+# ties.
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize(("rows", "classes", "n_bins"), [(1, 2, 3), (7, 3, 15), (300, 3, 15), (70, 17, 8), (30, 5, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -99,7 +101,7 @@ def test_grid_takes_kept_rows_probabilities_and_many_temperatures(library):
     probs[0, 1] = 0
     probs /= probs.sum(1, keepdim=True)
     labels = torch.randint(4, (20,)).to(torch.uint8)
-    labels[3] = 200  # not kept, never looked at
+    labels[3] = 200  # not selected, so never read
     kept = torch.tensor([0, 1, 2, *range(5, 20)])
     temperatures = [0.1 * (i + 1) for i in range(40)]  # more than a warp
     tables, _, _ = run_grid(library, probs, labels, [0.75], temperatures, n_bins=5, estimator="equal_mass", kept=kept,
@@ -109,8 +111,9 @@ def test_grid_takes_kept_rows_probabilities_and_many_temperatures(library):
     assert_near(tables["nll"], expected["nll"], torch.float32)
 
 
-# Without the Brier score, sums over the classes serve many gammas at once: more of them than one launch takes, together
-# with whole gammas and others. Rows fit a warp's memory or not, with few temperatures or many.
+# Without the Brier score, sums over the classes serve many gammas at once. The cases have more of these gammas than one
+# launch takes, together with whole gammas and others; rows that fit a warp's memory or do not; few temperatures and
+# many.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("rows", "classes", "temperatures"),
@@ -127,7 +130,7 @@ def test_grid_of_gammas_that_share_sums(library, dtype, rows, classes, temperatu
     logits = (3 * torch.randn(rows, classes)).to(dtype)
     labels = torch.where(torch.rand(rows) < 0.5, logits.argmax(1), torch.randint(classes, (rows,)))
     logits[1, classes // 2 :] = -torch.inf
-    logits[2, :-1] = -torch.inf  # no other class can occur
+    logits[2, :-1] = -torch.inf  # no other class is possible
     labels[1:3] = logits[1:3].argmax(1)
     tables, confidence, _ = run_grid(library, logits, labels, gammas, temperatures, n_bins=4, estimator="equal_width",
                                      criteria=["ece", "nll"])  # fmt: skip
@@ -139,7 +142,7 @@ def test_grid_of_gammas_that_share_sums(library, dtype, rows, classes, temperatu
             assert_near(confidence[t, g], probs.max(1).values, dtype)
 
 
-# A huge gamma multiplies the rounding errors of a row of ties.
+# A huge gamma amplifies the rounding errors of a row of ties.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("classes", [5, 100])
 def test_grid_of_a_huge_gamma_is_finite(library, dtype, classes):
@@ -152,7 +155,7 @@ def test_grid_of_a_huge_gamma_is_finite(library, dtype, classes):
     assert ((confidence > 0) & (confidence <= 1)).all()
 
 
-# More bins than are worked on at a time, with confidences at both ends, on edges and tied.
+# More bins than one pass of the kernel handles, with confidences at both ends, on edges and tied.
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_grid_of_many_bins(library, dtype, estimator):
@@ -171,7 +174,7 @@ def test_grid_names_the_first_bad_row(library):
     for name, kind in kinds:
         logits = torch.randn(50, 33)
         labels = torch.randint(33, (50,))
-        for row in (41, 17, *range(22, 40)):  # many of them, so that warps and blocks meet
+        for row in (41, 17, *range(22, 40)):  # many of them, in several warps and blocks
             if name == "nan":
                 logits[row, 32] = NAN
             elif name == "inf":

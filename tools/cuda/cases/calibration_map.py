@@ -78,7 +78,7 @@ def check_map(library, values, gamma, temperature, *, kind="logits", log=False, 
         expected = reference.focal_calibration_map(inputs[0], *parameters, input_kind=kind, log=log)
     exact = torch.autograd.grad(expected, inputs + parameters, torch.where(expected.isfinite(), grad.double(), 0.0))
     assert_near(output, expected.detach(), output.dtype, 4 if output.dtype == real else 1)
-    # A sum over the classes of terms of both signs; the largest term determines the rounding error.
+    # A gradient is a sum over the classes of terms of both signs; the largest term determines the rounding error.
     scale = max(1.0, float(exact[0].abs().max()))
     assert_near(gradients[0] / scale, exact[0] / scale, dtype, 20 if dtype == real else 2)
     for actual, wanted in zip(gradients[1:], exact[1:], strict=True):
@@ -98,8 +98,9 @@ def test_map_rows(library, dtype, rows, classes):
     check_map(library, logits, 4 * torch.rand(rows).double() - 0.9, 0.3 + torch.rand(rows).double(), wide=True)
 
 
-# 16 bytes at a time where every row begins on a boundary: parts of one vector, of several, and of a whole block; with
-# the last vector of a thread in or beyond the row. Else class by class: rows off the vectors, and data off a boundary.
+# Vectors of 16 bytes, where every row begins on a 16-byte boundary: a thread's part is one vector, several, or part of
+# a whole block's row; its last vector ends within the row or beyond it. Otherwise class by class: rows that do not fill
+# vectors, and data off the boundary.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("off", [0, 1])
 @pytest.mark.parametrize("classes", [8, 16, 32, 200, 1000, 1024, 1032, 4104, 8200])
@@ -113,7 +114,7 @@ def test_map_of_vectors(library, dtype, classes, off):
     check_map(library, values, gamma, temperature, wide=off == 0)
 
 
-# The sums leave out the largest class, at any position of a vector, in any thread, and only one of equal ones.
+# The sums exclude the largest class: at any position of a vector, in any thread, and only one of several equal classes.
 @pytest.mark.parametrize("classes", [10, 1000, 1001, 9000])
 @pytest.mark.parametrize("log", [False, True])
 def test_map_of_the_largest_class_anywhere(library, classes, log):
@@ -126,7 +127,7 @@ def test_map_of_the_largest_class_anywhere(library, classes, log):
     check_map(library, logits, 2.0, 1.0, log=log)
 
 
-# Digits are kept where the largest class has all of the probability, and where no power is needed.
+# The results keep their digits even if the largest class has all of the probability, and if no power is needed.
 @pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0, 3.0, 20.0, -0.99])
 @pytest.mark.parametrize("classes", [10, 1000])
 def test_map_of_saturated_rows(library, classes, gamma):
@@ -150,7 +151,7 @@ def test_binary_map(library, dtype):
         check_map(library, values, torch.rand(1000).double(), 0.7, kind="binary", log=log)
 
 
-# 3 and 10 classes leave slots of a thread empty; 9000 are not kept.
+# 3 and 10 classes leave slots of a thread empty; 9000 do not fit the registers.
 @pytest.mark.parametrize("classes", [3, 10, 1000, 5000, 9000])
 @pytest.mark.parametrize("log", [False, True])
 def test_map_rows_without_an_answer(library, classes, log):
@@ -162,14 +163,14 @@ def test_map_rows_without_an_answer(library, classes, log):
     gamma[4] = -1
     gamma[6] = 1e39  # infinite in float32
     temperature[5] = 0
-    logits[0] = logits[20] = NAN  # nothing may be read before the first row, or written beyond the last
+    logits[0] = logits[20] = NAN  # the kernel must not read before the first row, nor write beyond the last
     for result in run_map(library, logits, gamma, temperature, torch.ones(21, classes), log=log):
         bad = result.reshape(21, -1).isnan()
         assert bad.any(1).nonzero().reshape(-1).tolist() == [0, 1, 2, 3, 4, 5, 6, 20]
         assert bad[bad.any(1)].all()
 
 
-# Rows at a temperature at which 1/T is at the end of float32: what is 0 stays 0, equals stay equal.
+# Temperatures at which 1/T is at a limit of float32: results of 0 stay 0, and equal classes stay equal.
 @pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-40, 1e-300, 1e38])
 @pytest.mark.parametrize("classes", [3, 40, 9000])
 def test_map_of_extreme_temperatures(library, classes, temperature):
@@ -190,8 +191,8 @@ def test_map_of_extreme_temperatures(library, classes, temperature):
         assert abs(grad_temperature[1]) <= (1e-5 / temperature**2 if flat else 0)
 
 
-# dL/dT is finite in double even if 1/T^2 overflows in float32; log p_k = (x_k - x_t) / T. Classes that differ by
-# more than float32 holds, times T, can occur.
+# dL/dT is finite in double even if 1/T^2 overflows in float32; log p_k = (x_k - x_t) / T. Classes whose difference,
+# times T, exceeds float32 are possible.
 @pytest.mark.parametrize("temperature", [1e-20, 1e-30, 1e25])
 def test_map_slope_of_extreme_temperatures(library, temperature):
     logits, grad = torch.tensor([[2.0, 0.0], [2.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
@@ -205,7 +206,7 @@ def test_map_slope_of_extreme_temperatures(library, temperature):
     torch.testing.assert_close(grad_logits, torch.tensor([[-0.5e38, -0.5e38, 1e38]]), rtol=1e-6, atol=0)
 
 
-# An upstream gradient at an impossible class is left out, even if it is NaN.
+# The upstream gradient at an impossible class is not used, even if it is NaN.
 @pytest.mark.parametrize("classes", [3, 40, 1000, 9000])
 @pytest.mark.parametrize("log", [False, True])
 def test_map_of_gradients_at_classes_that_cannot_occur(library, classes, log):
@@ -220,8 +221,9 @@ def test_map_of_gradients_at_classes_that_cannot_occur(library, classes, log):
             torch.testing.assert_close(result, wanted, rtol=0, atol=0)
 
 
-# A larger input never has a smaller result, and equals have equal ones: threads with a row, warps, blocks, long rows.
-# The chip's approximate functions are nearly monotone. With errors that jump as far as the ISA allows, no map could be.
+# A larger input never gives a smaller result, and equal inputs give equal results, in every layout: one row per thread,
+# warps, blocks, long rows. The chip's approximate functions are nearly monotone. With random errors as large as the ISA
+# allows, no implementation would keep the order.
 exact_enough = pytest.mark.skipif(
     "approx_error" in os.environ.get("FOCALKERN_PTX", ""), reason="approximate instructions err at random"
 )
@@ -231,7 +233,7 @@ exact_enough = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [4, 31, 1000, 9000])
 def test_map_keeps_the_order_of_classes(library, dtype, classes):
-    from neighbours import broken_pairs, rows_of_neighbours  # of the tests: instruction counts run without them
+    from neighbours import broken_pairs, rows_of_neighbours  # part of the tests; instruction counts run without it
 
     logits = rows_of_neighbours(400 if classes < 1000 else 6, classes, dtype)
     probs = logits.double().softmax(1).to(dtype)

@@ -15,7 +15,7 @@ SUMS = [
 ]  # fmt: skip
 
 
-# Buckets: fewer than threads; more than one run of them in shared memory. Rows: none; more than a block.
+# Buckets: fewer than threads, and more than one pass holds in shared memory. Rows: none, and more than a block.
 @pytest.mark.parametrize(("rows", "n_buckets", "sketch"), [(0, 3, False), (300, 15, False), (300, 1030, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_are_added_per_cell_and_bucket(library, dtype, rows, n_buckets, sketch):

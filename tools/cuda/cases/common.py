@@ -1,4 +1,4 @@
-"""Memory that knows its bounds, and what the argument structures of csrc/kernels have in common."""
+"""Guarded memory, and common parts of the ctypes structures of csrc/kernels."""
 
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
@@ -49,7 +49,8 @@ class Memory:
         return address
 
     def out(self, like: torch.Tensor) -> int:
-        """The address of memory for a result: NaN, or a value that no result has; never written, as far as is known."""
+        """The address of memory for a result. It is filled with NaN or with a value that no result has, and marked as
+        unwritten."""
         address = self.put(like)
         assert address is not None
         if like.is_contiguous() and like.numel():
@@ -88,7 +89,7 @@ def nan_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Te
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, factor: float = 1) -> None:
-    from conftest import TOLERANCE  # the one table; the cases compare under pytest alone, instruction counts do not
+    from conftest import TOLERANCE  # cases compare only under pytest; instruction counts do not
 
     rtol, atol = TOLERANCE[dtype]
     torch.testing.assert_close(

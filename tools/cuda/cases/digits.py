@@ -1,4 +1,4 @@
-"""Sums over many classes keep their digits, whatever share of a row a thread has."""
+"""Sums over many classes keep their digits, for every share of a row per thread."""
 
 import math
 
@@ -20,7 +20,7 @@ def rows(kind):
         return 0.01 * logits
     if kind == "ties":
         return logits.round()
-    # One above all others, which are equal: all roundings have one direction.
+    # One logit above all others, which are equal: all rounding errors have the same sign.
     logits[:] = torch.tensor([0.1, 0.2])
     logits[:, 7] = torch.tensor([0.8, 1.7])
     return logits
@@ -41,13 +41,14 @@ def worst_error(library, loss, logits, target, gamma=2.0, **options):
 
 
 def bound(loss, gamma=2.0):
-    """Relative. A power of p is exp(gamma log p), and log p of a class among many is rounded to half a unit."""
+    """The relative tolerance. A power of p is exp(gamma log p), and log p of a class among many is rounded to half a
+    unit."""
     spec = SPECS[loss]
     power_of_p = spec.factor is not None and not spec.infinite_at_zero
     return 1e-6 + (gamma * 2.0**-24 * math.log(CLASSES) if power_of_p else 0.0)
 
 
-# One thread has all classes of a pixel, or of two; several warps share a pixel.
+# One thread has all classes of a pixel, or of two pixels; or several warps share a pixel.
 @pytest.mark.parametrize("loss", SPECS)
 @pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
 @pytest.mark.parametrize("alone", [False, True])

@@ -13,7 +13,7 @@ from tools.cuda.cases.common import (
 from tools.cuda.cases.focal_loss import check_focal_loss, labels_for, run_focal_loss
 
 
-# Few long rows, a block for each chunk of one: a little more than three of the least, off the vector width.
+# Few long rows, one block per chunk of a row: slightly more than three of the smallest chunks, off the vector width.
 def long_rows(library, dtype):
     classes = 50_000 // dtype.itemsize + 5
     chunk = library.chunk_of_a_row(c_int64(9), c_int64(classes), c_int64(dtype.itemsize))
@@ -86,7 +86,7 @@ def test_focal_loss_in_chunks_of_other_layouts(library, dtype):
     check_focal_loss(library, columns, target[:2].reshape(1, 2), 2.0, reduction="sum")
 
 
-# More chunks than a warp has lanes; and more rows than are brought together at once.
+# More chunks than a warp has lanes; and more rows than one step of the second kernel combines.
 @pytest.mark.parametrize(("rows", "classes"), [(1, 140_000), (65, 8_200)])
 def test_focal_loss_in_many_chunks(library, rows, classes):
     logits = 3 * torch.randn(rows, classes)

@@ -38,8 +38,8 @@ FOCAL_LOSS_BACKWARD = [
 def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_index=-100, reduction="mean",
                    label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True, target_gradient=True,
                    kind=0, epsilon=0.0):  # fmt: skip
-    """Everything that the two kernels write, by name; without `gradients`, that for gamma alone. Other kinds are the
-    other losses of rows."""
+    """All results of the two kernels, by name. Without `gradients`, the only gradient is that of gamma. Other values of
+    `kind` are the other losses of rows."""
     which = (kind,) if kind else ()
     launch_forward = library.row_loss_forward if kind else library.focal_loss_forward
     launch_backward = library.row_loss_backward if kind else library.focal_loss_backward
@@ -89,7 +89,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         if gradients:
             backward.grad_logits = memory.out(nan_like(grad_like))
             backward.grad_target = memory.out(nan_like(target.to(real))) if soft and target_gradient else None
-        # As the operator does: a number has no slope, and the kernels may take another way.
+        # As in the operator: a number has no gradient, and the kernels may take another path.
         with_gamma = isinstance(gamma, torch.Tensor) or not gradients
         backward.grad_gamma = memory.out(row_numbers) if with_gamma else None
         assert launch_backward(*which, DTYPES.index(dtype), ctypes.byref(backward)) == 0
@@ -115,7 +115,7 @@ def check_focal_loss(library, logits, target, gamma, *, reduction="mean", **opti
     t = target.double().requires_grad_() if soft else target.long()
     differentiable = isinstance(gamma, torch.Tensor) and not options.get("detach_modulation", False)
     g = gamma.double().requires_grad_() if differentiable else gamma
-    # Out of range: NaN for that row, and the others as if it were ignored.
+    # Label out of range: NaN in that row; the other rows as if it were ignored.
     ignore_index = options.pop("ignore_index", -100)
     outside = torch.zeros(rows, dtype=torch.bool)
     if not soft:
@@ -155,7 +155,7 @@ def labels_for(logits: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.
     return torch.randint(min(logits.shape[1], 200), shape).to(dtype)
 
 
-# Classes around each border between the ways of reading a row: one vector, one tile, a warp, the block; and their
+# Classes around each threshold between the ways of reading a row (one vector, one tile, a warp, the block), and their
 # remainders. Rows around a tile.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_focal_loss_rows(library, dtype, rows, classes):
     check_focal_loss(library, logits, labels_for(logits, torch.int32), torch.rand(rows), reduction="none")
 
 
-# Every remainder of a vector and of a warp, at each way of reading a row: an element that no thread takes stays
-# NaN in the gradient, one that is taken twice shows in the sums.
+# Every remainder of a vector and of a warp, for each way of reading a row. An element that no thread takes stays NaN in
+# the gradient; one that is taken twice changes the sums.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [1, 65, 129, 257, 481, 513, 2030, 4090])
 def test_focal_loss_takes_each_element_once(library, dtype, first):
@@ -199,7 +199,7 @@ def test_focal_loss_tiles_of_short_rows(library, dtype, classes):
         )
 
 
-# The sum over a short row takes a product of each logit, not of its distance from the largest.
+# The sum over a short row uses a product of each logit, not of its distance from the largest.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [20, 33, 100])
 def test_focal_loss_of_logits_far_from_zero(library, dtype, classes):
@@ -208,13 +208,13 @@ def test_focal_loss_of_logits_far_from_zero(library, dtype, classes):
         if abs(offset) >= limit:
             continue
         logits = (offset + 3 * torch.randn(40, classes, dtype=torch.float64)).to(dtype)
-        nearest = abs(offset) * torch.finfo(dtype).eps  # a few steps from one number to the next
+        nearest = abs(offset) * torch.finfo(dtype).eps  # about one unit in the last place
         spread = (offset + nearest * torch.randint(-2, 3, (40, classes), dtype=torch.float64)).to(dtype)
         for z in (logits, spread):
             check_focal_loss(library, z, labels_for(z), 2.0, reduction="sum")
 
 
-# A thread has one row of a tile for itself, or two: as many threads as there are, and the last with half of its rows.
+# A thread has one row of a tile by itself, or two: as many rows as threads, and a last thread with one of two rows.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", range(1, 17))
 def test_focal_loss_own_rows(library, dtype, classes):
@@ -297,7 +297,7 @@ def test_focal_loss_edges(library, classes):
     assert run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none")["loss"][7].isnan()
 
 
-# A thread, a warp and a block with a row; labels and class probabilities; the focal, the poly focal and the Brier loss.
+# A thread, a warp and a block per row; labels and class probabilities; the focal, the poly focal and the Brier loss.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [3, 40, 1000])
 @pytest.mark.parametrize("kind", [0, 1, 3])
@@ -324,7 +324,7 @@ def test_focal_loss_of_nothing(library):
 
 
 def test_focal_loss_is_deterministic(library):
-    """Blocks and threads run in another order each time."""
+    """The emulator runs blocks and threads in another order each time; the results must not change."""
     logits = torch.randn(1000, 100).bfloat16()
     target = labels_for(logits)
     first, *others = [run_focal_loss(library, logits, target, 2.0, torch.ones(1)) for _ in range(3)]

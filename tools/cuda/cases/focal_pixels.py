@@ -19,7 +19,7 @@ from tools.cuda.cases.focal_loss import check_focal_loss, labels_for, run_focal_
 
 @contextlib.contextmanager
 def many_pixels(library: ctypes.CDLL) -> Iterator[None]:
-    """However few they are, a thread has its pixels for itself."""
+    """Sets the threshold so that even for few pixels one thread computes a pixel by itself."""
     before = library.many_pixels()
     library.set_many_pixels(c_int64(0))
     try:
@@ -29,14 +29,14 @@ def many_pixels(library: ctypes.CDLL) -> Iterator[None]:
 
 
 def pixels(images, classes, size, dtype, *, step=1, gap=0, image_gap=0, skip=0) -> torch.Tensor:
-    """Logits with `gap` elements behind each plane, some more behind each image, and `skip` before the first."""
+    """Logits with `gap` elements after each plane, some more after each image, and `skip` before the first plane."""
     plane = size * step + gap
     strides = (classes * plane + image_gap, plane, step)
     memory = (3 * torch.randn(images * strides[0] + skip)).to(dtype)[skip:]
     return memory.as_strided((images, classes, size), strides)
 
 
-# Each number of classes that is left over, on both sides of a step; two images, and the last pair of a block alone.
+# Each remainder of the classes, on both sides of a step; two images; and a last pair of a block on its own.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [*range(2, 19), 24, 25, 32, 33, 40])
 def test_focal_loss_pixels(library, dtype, classes):
@@ -48,7 +48,7 @@ def test_focal_loss_pixels(library, dtype, classes):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_focal_loss_pixels_of_many_tiles(library, dtype):
-    """More than three blocks take at once, by pairs."""
+    """More pixels than three blocks take in one round, in pairs."""
     logits = pixels(2, 3, 1030, dtype)
     target = labels_for(logits)
     target[:, ::7] = -100
@@ -56,8 +56,8 @@ def test_focal_loss_pixels_of_many_tiles(library, dtype):
         check_focal_loss(library, logits, target, 1.5, reduction=reduction, weight=torch.rand(3) + 0.1)
 
 
-# Two pixels that are no word of memory: an odd plane, an odd distance of planes or images, an odd beginning. The same
-# for the gradient, if the logits are words.
+# Two pixels that do not form an aligned word of memory: an odd plane, an odd distance of planes or images, an odd first
+# offset. The same for the gradient, while the logits form words.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "odd",
@@ -102,7 +102,7 @@ def test_focal_loss_options_of_pixels(library, dtype):
 @pytest.mark.parametrize("classes", [3, 20])
 @pytest.mark.parametrize("as_rows", [False, True])
 def test_focal_loss_edges_of_neighbours(library, dtype, classes, as_rows):
-    """A pixel or a short row next to another that is certain, ignored, out of range, or not a number."""
+    """A pixel or a short row next to one that is certain, ignored, out of range, or NaN."""
     logits = pixels(1, classes, 24, dtype)
     target = torch.zeros(1, 24, dtype=torch.int64)
     rows = logits[0].t()  # [pixels, classes]
@@ -122,7 +122,7 @@ def test_focal_loss_edges_of_neighbours(library, dtype, classes, as_rows):
     target[..., 22:] = classes - 1
     with many_pixels(library):
         check_focal_loss(library, logits.clone(), target, 0.5, reduction="none")
-        rows[14] = rows[17] = NAN  # ignored, so never looked at
+        rows[14] = rows[17] = NAN  # ignored, so never read
         for value in (NAN, torch.inf):
             rows[3, classes - 1] = rows[8, classes - 1] = value
             grad = torch.ones(24, dtype=real_of(dtype))

@@ -1,4 +1,4 @@
-"""More and larger cases than those of every test run: sizes that people use, and as many blocks as on a GPU."""
+"""More and larger cases than the tests run every time: realistic sizes, and as many blocks as on a GPU."""
 
 import contextlib
 from ctypes import c_int64
@@ -64,7 +64,7 @@ def test_thousands_of_tiles(library):
 
 
 def test_many_tiles_of_rows(library):
-    # The last: so many that a warp has a row that the block would share otherwise.
+    # The last case has so many rows that a warp takes a row that otherwise the block would take.
     for rows, classes in ((70 * 64 + 5, 520), (264 * 8 + 5, 2100)):
         logits = torch.randn(rows, classes)
         with as_on_a_gpu(library):
@@ -81,7 +81,7 @@ def test_map_sizes(library, dtype, rows, classes, log):
         check_map(library, logits, gamma, temperature, log=log, wide=log)
 
 
-# More rows than 2^16, so that a row number has three digits.
+# More rows than 2^16: a row number has three digits.
 def test_grid_many_rows(library):
     rows = 66000
     logits = 3 * torch.randn(rows, 3)

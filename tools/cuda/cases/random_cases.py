@@ -1,5 +1,5 @@
-"""Random combinations of everything that the launchers take, from seed FOCALKERN_FUZZ_SEED (0) on, for
-FOCALKERN_FUZZ_SECONDS (20). A failure names its seed. Ordinary test runs leave these cases out.
+"""Random combinations of all arguments of the launchers, from seed FOCALKERN_FUZZ_SEED (0) on, for
+FOCALKERN_FUZZ_SECONDS (20). A failure prints its seed. Normal test runs do not include these cases.
 """
 
 import os
@@ -69,7 +69,7 @@ def focal(library, r):
         options["weight"] = torch.rand(classes) + 0.05
     outside = not soft and bool((((target < 0) & (target != -100)) | (target >= classes)).any())
     if outside and isinstance(gamma, torch.Tensor) and gamma.dim() == 0:
-        gamma = 2.0  # the sum of the rows' gradients is NaN with any of them, as it should be
+        gamma = 2.0  # the sum of the gradients of the rows is NaN if any of them is NaN, as it should be
     if isinstance(gamma, float | GammaTable) and r.random() < 0.2:
         options["detach_modulation"] = True
     if r.random() < 0.3:
@@ -93,7 +93,7 @@ def mapping(library, r):
         values = (5 * torch.randn(n)).to(dtype)
     elif kind == "probs":
         if dtype not in (torch.float32, torch.float64):
-            return  # sums of rounded probabilities are not 1: the reference and the kernel agree on the logits alone
+            return  # rounded probabilities do not sum to 1: only for logits do reference and kernel agree
         values = torch.randn(n, classes).softmax(1).to(dtype)
     else:
         values = (r.choice([0.5, 3]) * torch.randn(n, classes)).to(dtype)

@@ -11,7 +11,7 @@ from tools.cuda.cases.common import DTYPES, LABELS, NAN, assert_near, real_of
 from tools.cuda.cases.focal_loss import check_focal_loss, labels_for, run_focal_loss
 
 SPECS = {spec.short: spec for spec in ROW_LOSSES.values() if not spec.of_batch}
-# focal_loss.py has the cases of the focal loss for labels without smoothing.
+# focal_loss.py has the cases of the focal loss of labels without smoothing.
 NAMES = [name for name in SPECS if number_of(SPECS[name].name) != 0]
 
 
@@ -38,7 +38,7 @@ def check_row_loss(library, name, logits, target, gamma=2.0, epsilon=1.5, *, red
     t = target.double().requires_grad_() if soft else target.long()
     differentiable = isinstance(gamma, torch.Tensor)
     g = gamma.double().requires_grad_() if differentiable else gamma
-    # Out of range: NaN for that row, and the others as if it were ignored.
+    # Label out of range: NaN in that row; the other rows as if it were ignored.
     outside = torch.zeros(rows, dtype=torch.bool)
     if not soft:
         outside = ((t < 0) | (t >= classes)) & (t != ignore_index)
@@ -70,8 +70,8 @@ def check_row_loss(library, name, logits, target, gamma=2.0, epsilon=1.5, *, red
     return actual
 
 
-# Classes around each border between the ways of sharing a row out: one thread, lanes, a warp, the block; and their
-# remainders, of the unrolled loop too.
+# Classes around each threshold between the ways of sharing a row (one thread, lanes, a warp, the block), and their
+# remainders, also of the unrolled loop.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def check_soft(library, loss, logits, target, gamma=2.0, **options):
     return check_row_loss(library, loss, logits, target, gamma, **options)
 
 
-# Class probabilities and label smoothing, which have separate kernels.
+# Class probabilities and label smoothing have separate kernels.
 SOFT = [name for name, spec in SPECS.items() if spec.soft_target]
 WITH_GAMMA = [name for name in SOFT if "gamma" in SPECS[name].parameters]
 
@@ -217,7 +217,7 @@ def test_soft_rows(library, loss, dtype, rows, classes):
 
 
 # Rows that begin and end at every position of a 16-byte vector: single classes before and after the vectors, and
-# numbers of vectors that divide evenly over a warp's lanes or not.
+# numbers of vectors that a warp's lanes divide evenly or not.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [1, 505, 1010])
 def test_soft_takes_each_element_once(library, dtype, first):
@@ -229,8 +229,8 @@ def test_soft_takes_each_element_once(library, dtype, first):
         check_soft(library, "focal", logits, labels_for(logits), label_smoothing=0.3, grad_like=grad_like)
 
 
-# Class probabilities in the type of the logits or of the computation, on every boundary of a vector: one thread, lanes
-# and a warp share the row.
+# Class probabilities in the type of the logits or of the computation, at every offset from a vector boundary: one
+# thread, lanes and a warp share the row.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("classes", [12, 136, 2056])
 def test_soft_targets_of_both_types(library, dtype, classes):
@@ -252,8 +252,8 @@ def test_soft_targets_of_pixels_in_the_type_of_logits(library, loss, dtype):
             check_soft(library, loss, logits, other, 0.0, label_smoothing=0.1, reduction="none")
 
 
-# Every kind of gamma has formulas of its own, as has the class above half of the probability: the label or another one,
-# barely above and below, certain, and tied with others.
+# Every kind of gamma has its own formulas. So has a class with more than half of the probability: the label or another
+# class, barely above and below one half, certain, and tied with others.
 @pytest.mark.parametrize("loss", SOFT)
 @pytest.mark.parametrize("classes", [2, 7, 700])
 def test_soft_likely_classes(library, loss, classes):
@@ -293,12 +293,13 @@ def test_soft_gammas_of_rows(library, loss, classes):
         gamma[3] = -1.5
     for target, options in ((labels_for(logits), {"label_smoothing": 0.1}), (shares_for(logits), {})):
         check_soft(library, loss, logits, target, gamma, reduction="none", **options)
-    # Without the slope in gamma, a row with gamma 2 takes another code path.
+    # If no gradient in gamma is requested, a row with gamma 2 takes another code path.
     for options in ({}, {"detach_modulation": True}) if SPECS[loss].detachable else ({},):
         check_soft(library, loss, logits, labels_for(logits), 2.0, label_smoothing=0.1, **options)
 
 
-# Masks of a large finite number, impossible labels without a share, factors that overflow where a class has no share.
+# Logits masked by a large finite number, impossible labels without a share, factors that overflow where a class has no
+# share.
 @pytest.mark.parametrize("loss", SOFT)
 @pytest.mark.parametrize("classes", [4, 700])
 def test_soft_extremes(library, loss, classes):
@@ -324,7 +325,7 @@ def test_soft_extremes(library, loss, classes):
         assert actual["loss"].isfinite().all() and actual["grad_logits"].isfinite().all()
 
 
-# Logits that rise with the class: the running sums are rescaled again and again, and may not drift.
+# Logits that rise with the class: the running sums are rescaled at every step and must not drift.
 @pytest.mark.parametrize("loss", SPECS)
 def test_slowly_rising_logits(library, loss):
     logits = torch.linspace(0, 2.4, 24000)[None, :, None].expand(2, -1, 2).contiguous()

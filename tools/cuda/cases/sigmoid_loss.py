@@ -51,8 +51,8 @@ BACKWARD = [
 
 def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.0, constant=0.0, ignore_index=-100,
                      reduction="mean", wide=True, all_gradients=True, one_image=False, scores=None):  # fmt: skip
-    """Everything that the two kernels write, by name; without `all_gradients`, of the gradients only the logits'; with
-    `one_image`, the first dimension, of size 1, is none of the space."""
+    """All results of the two kernels, by name. Without `all_gradients`, the only gradient is that of the logits. With
+    `one_image`, the space lacks the first dimension, which has size 1."""
     dtype, real, shape = x.dtype, real_of(x.dtype), x.shape
     labels = target.dim() < x.dim()
     has_alpha = kind not in (ASYMMETRIC, QUALITY) and second is not None
@@ -147,7 +147,7 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
         assert_near(actual["grad_target"], found[2], real, 20)
     if kind == ASYMMETRIC:
         assert_near(actual["grad_second"], found[-1], real, 20)
-    # A separate kernel computes only the logits' gradient.
+    # If only the gradient of the logits is requested, a separate kernel computes it.
     alone = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, wide=wide,
                              constant=constant, all_gradients=False, scores=scores,
                              **{**options, "weight": weight})  # fmt: skip
@@ -156,7 +156,7 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
     return actual
 
 
-# One element, a pack, around a block of packs, and several rounds of the small grid.
+# One element, one pack, sizes around a block of packs, and several rounds of the small grid.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (13, 79), (40, 80)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +167,7 @@ def test_sigmoid_loss_of_dense_targets(library, dtype, shape, kind):
         t = torch.where(torch.rand(shape) < 0.5, t, 0.0).to(dtype)
     for reduction, gamma in (("mean", 2.0), ("none", 1.5), ("sum", 3.0)):
         check_sigmoid_loss(library, kind, x, t, gamma, reduction=reduction, constant=constant)
-        # Hard targets, in some packs alone; and a weight that is no number, for which there are other kernels.
+        # Hard targets, in some packs only; and a weight tensor, for which other kernels exist.
         hard = torch.where(torch.rand(shape[0], 1) < 0.2, t, t.round())
         weight = 0.5 if reduction == "none" else torch.full((1, 1), 2.0)
         check_sigmoid_loss(library, kind, x, hard, gamma, reduction=reduction, constant=constant, weight=weight)
@@ -187,7 +187,7 @@ def test_sigmoid_loss_of_labels(library, dtype, shape):
     check_sigmoid_loss(library, FOCAL, x, labels, 0.3, 0.25, reduction="sum", weight=torch.full((1,) * x.dim(), 2.0))
 
 
-# Rows and pixels; a score of 0, of 1, and of a row that is background or ignored.
+# Labels of rows and of pixels; scores of 0 and 1; scores of background and of ignored rows.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(7, 5), (30, 80), (3, 4, 9), (3, 4, 16)])
 @pytest.mark.parametrize("kind", [QUALITY, *SCORED])
@@ -201,7 +201,7 @@ def test_sigmoid_loss_of_labels_and_scores(library, dtype, shape, kind):
         check_sigmoid_loss(library, kind, x, labels, gamma, reduction=reduction, scores=scores.to(dtype))
 
 
-# Rows that share packs, end in them or fill them; more packs than the small grid has threads.
+# Rows that share packs, end within them or fill them; more packs than the small grid has threads.
 @pytest.mark.parametrize("shape", [(700, 1), (4000, 3), (500, 8), (97, 33), (2, 4099)])
 def test_sigmoid_loss_of_labels_in_rows(library, shape):
     for dtype, kind in ((torch.float32, torch.int32), (torch.bfloat16, torch.uint8), (torch.float16, torch.int64)):
@@ -214,8 +214,8 @@ def test_sigmoid_loss_of_labels_in_rows(library, shape):
 
 
 # A thread computes some classes of a vector of pixels. The shapes have fewer and more classes than a thread takes,
-# several vectors per thread of the small grid, and one image. 28 pixels fill no whole vectors of 16 bits, so they take
-# the other kernels.
+# several vectors per thread of the small grid, and one image. 28 pixels do not fill whole vectors of 16 bits, so they
+# take the other kernels.
 @pytest.mark.parametrize("shape", [(2, 5, 24), (3, 19, 40), (1, 8, 3208), (2, 1, 8), (2, 17, 28)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sigmoid_loss_of_labels_of_pixels(library, dtype, shape):
@@ -268,7 +268,7 @@ def test_sigmoid_loss_of_targets_of_other_types(library, target):
     check_sigmoid_loss(library, FOCAL, x, torch.randint(2, (6, 33)).to(target), second=0.25, reduction="none")
 
 
-# A weight that comes from a tensor is not checked, so an invalid one counts, too.
+# The kernel does not check the values of a weight tensor, so it uses an invalid weight, too.
 @pytest.mark.parametrize("alpha", [NAN, -0.5, -1.0])
 def test_sigmoid_loss_of_an_alpha_that_is_no_weight(library, alpha):
     x, labels = torch.randn(7, 33), torch.randint(34, (7,))
@@ -283,7 +283,7 @@ def test_sigmoid_loss_with_strides_and_broadcast_parameters(library, dtype):
     for kind in KINDS:
         check_sigmoid_loss(library, kind, x, t, torch.rand(9, 1) * 3, torch.rand(6), weight=torch.rand(5, 1, 1),
                            reduction="none")  # fmt: skip
-    # Off the boundary of a pack, input and target alike or not.
+    # Off the boundary of a pack, with input and target alike or not.
     flat, soft = torch.randn(200).to(dtype), torch.rand(200).to(dtype)
     check_sigmoid_loss(library, FOCAL, flat[1:127].view(2, 63), soft[1:127].view(2, 63))
     check_sigmoid_loss(library, FOCAL, flat[:126].view(2, 63), soft[3:129].view(2, 63))
@@ -297,7 +297,7 @@ def test_sigmoid_loss_at_extreme_logits(library):
             # An approximate p may miss t = 0.5 by a unit in the last place, which is 0.006 in |t - p|^0.3.
             share = 0.25 if kind == QUALITY and gamma == 0.3 else 0.5
             t = torch.tensor([[0.0], [1.0], [share]]).expand(3, 7).contiguous()
-            # The slope in the target has no reference where 1 - p underflows.
+            # The reference has no derivative in the target where 1 - p underflows.
             grad = torch.ones(3, 7)
             found = run_sigmoid_loss(library, kind, x, t, gamma, 1.0, grad, reduction="none", constant=constant)
             z = x.double().requires_grad_()
@@ -319,7 +319,7 @@ def test_sigmoid_loss_at_extreme_logits(library):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [FOCAL, QUALITY])
 def test_sigmoid_loss_where_gamma_times_the_logit_overflows(library, dtype, kind):
-    """There p is 0 or 1: with A the share of the other side, the loss is A^gamma A |x|."""
+    """p is 0 or 1 there. With A the share of the other side, the loss is A^gamma A |x|."""
     x = torch.tensor([[1.0, -1.0, -1.0, 1.0]], dtype=dtype) * 0.25 * torch.finfo(dtype).max
     t = torch.tensor([[0.3, 0.75, 0.999, 0.999]], dtype=dtype)
     against = torch.where(x > 0, 1 - t, t).double()

@@ -33,8 +33,8 @@ FIT = [*INPUT, *CURVE, *SCORES, ("target", c_void_p), ("row_weight", c_void_p)]
 TEMPERATURE, FLOOR, FACTOR = 1.3, 1e-4, 1.2
 OF_ROWS, OF_PIECE = 3, 16  # numbers of csrc/kernels/spline.h
 
-# One thread, some lanes, a warp, the block, a block whose classes do not fit shared memory; one class off each. A block
-# takes several rows of the last two.
+# Classes for one thread, some lanes, a warp, the block, a block whose classes do not fit shared memory; one class fewer
+# or more than each. With the last two, a block takes several rows.
 SHAPES = [(1, 2), (300, 3), (700, 8), (65, 10), (33, 33), (17, 256), (30, 257), (30, 2049)]
 
 
@@ -54,7 +54,7 @@ def curve_of(m=10):
 
 
 class Call:
-    """The memory of one launch, with what all of them have."""
+    """The memory of one launch, with the arguments that all launches share."""
 
     def __init__(self, library, memory, z):
         self.library, self.memory, self.z = library, memory, z
@@ -71,7 +71,7 @@ class Call:
         args.weight, args.bias, args.extra = (self.memory.put(one) for one in (weight, bias, extra))
 
     def sums(self, numbers=0, by_class=False):
-        """Memory for sums of threads and of classes, and the scratch memory; and how to read the sums."""
+        """Memory for the sums of threads and of classes, scratch memory, and a function that reads the sums."""
         sizes = (c_int64 * 3)()
         self.library.spline_sizes(*map(c_int64, (*self.z.shape, numbers)), int(by_class), sizes)
         threads, groups, scratch = sizes
@@ -90,7 +90,7 @@ class Call:
 
 def run_map(library, z, knots, coefficients, weight, bias, grad, *, kind="logits", log=False, keep_zeros=False,
             in_steps=False, extra=None, of_x=None, want_sums=True):  # fmt: skip
-    """The result, its gradients in the input and the scores, the sums of threads and those of classes."""
+    """The result, its gradients in the input and the scores, the sums of threads and the sums of classes."""
     with Memory(library) as memory:
         call = Call(library, memory, z)
         forward = call.fill(structure(library, "SplineMapForward", torch.float32, FORWARD), kind, in_steps)
@@ -145,7 +145,7 @@ def test_spline_map_rows(library, dtype, rows, classes):
     check_map(library, z, m=2, wide=dtype != torch.float64)
 
 
-# Knots: the least, one more than a power of two, the most.
+# Numbers of knots: the smallest, one more than a power of two, the largest.
 @pytest.mark.parametrize("m", [2, 9, 255])
 def test_spline_map_knots(library, m):
     check_map(library, rows_of(40, 10), m)
@@ -187,7 +187,7 @@ def test_spline_map_keeps_the_order_in_steps(library):
 
 
 def test_spline_map_of_a_matrix(library):
-    """Scores and slopes that come from outside, and no sums."""
+    """Scores and slopes that the caller passes, and no sums."""
     z = rows_of(37, 12)
     knots, values = curve_of()
     matrix, grad = 0.1 * torch.randn(12, 12).double(), torch.randn(37, 12).double()

@@ -1,4 +1,4 @@
-"""The planted faults, grouped by kernel, and the faults that no case can detect."""
+"""The planted faults by kernel, and the redundant ones, which no case can detect."""
 
 from tools.cuda.faults import calibration, focal_loss, row_loss, sigmoid_loss, spline
 from tools.cuda.faults.fault import Fault as Fault

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Fault:
     name: str
     file: str  # in csrc/cuda
-    old: str  # occurs once, or the `nth` is meant
+    old: str  # must occur once, or `nth` says which occurrence
     new: str
     nth: int = 0
 

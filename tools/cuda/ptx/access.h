@@ -1,4 +1,4 @@
-// Loads, stores and atomics: bounds, alignment, races, and what was never written.
+// Loads, stores and atomics: bounds, alignment, races, and memory that was never written.
 #pragma once
 
 #include <sys/mman.h>
@@ -78,7 +78,7 @@ struct Access : Threads {
     }
   }
 
-  // Where `size` bytes at an address are; checks everything about the access. Undefined bytes are told.
+  // Returns the address of `size` bytes at `at` and checks the access. Sets `undefined` if a byte was never written.
   u8* locate(const Instr& in, int lane, u64 at, u32 size, bool write, bool atomic, bool& undefined) {
     if (at % size != 0) fail(lane, "misaligned access to " + hex(at));
     if (in.space == PARAM || (in.space == GENERIC && at - kParamBase < params.size())) {

@@ -1,4 +1,4 @@
-// Arithmetic of a warp, a lane after the other, with what is known of each result: whether it was ever written.
+// Arithmetic of a warp, lane by lane, which also tracks whether each result depends on a value that was never written.
 #pragma once
 
 #include "ptx/access.h"
@@ -103,13 +103,13 @@ struct Arithmetic : Access {
   }
 
   static float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-  // From -units to units, a function of the operand alone: the chip gives one answer to one question.
+  // From -units to units, as a function of the operand: the chip gives the same result for the same operand.
   static i32 error_of(u64 operand, int units) {
     u64 h = (operand + static_cast<u64>(settings.approx_error)) * 0x9e3779b97f4a7c15ull;
     h = (h ^ h >> 29) * 0xbf58476d1ce4e5b9ull;
     return static_cast<i32>((h >> 33) % static_cast<u64>(2 * units + 1)) - units;
   }
-  // A result of an approximation, off by up to `units` in the last place of a float.
+  // The result of an approximate instruction, off by up to `units` in the last place of a float.
   static float off(float x, float operand, int units) {
     if (settings.approx_error == 0 || !std::isfinite(x) || x == 0) return x;
     u32 bits, from;
@@ -182,7 +182,7 @@ struct Arithmetic : Access {
         if (!in.approx) {
           unary<full, T>(in, mask, [](T a) { return T(1) / a; });
         } else if constexpr (sizeof(T) == 8) {
-          // Applied to the upper 32 bits of the operand; gives the upper 32 bits of the result.
+          // Applied to the upper 32 bits of the operand; returns the upper 32 bits of the result.
           unary<full, T>(in, mask, [](T a) {
             u64 bits;
             memcpy(&bits, &a, 8);
@@ -391,7 +391,8 @@ struct Arithmetic : Access {
   }
   template <bool full>
   bool pred_op(const Instr& in, u32 mask) {
-    // A predicate that decides alone leaves the other one out: && and || of the source become these.
+    // If one predicate decides the result, the other need not be defined: && and
+    // in the source compile to these.
     const auto logic = [&](auto f, auto decides) {
       u32* d = r32(in.d[0]);
       const u32 *a = r32(in.a[0]), *c = r32(in.a[1]);

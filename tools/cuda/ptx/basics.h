@@ -1,4 +1,4 @@
-// Settings, the random numbers that order threads, and the reports.
+// Settings, the random numbers that order threads, and error reports.
 #pragma once
 
 #include <algorithm>
@@ -31,18 +31,18 @@ using i64 = int64_t;
 
 constexpr int kLanes = 32;
 constexpr u64 kParamBase = 0x5a00000000000000ull;
-constexpr u32 kSharedBase = 1024;  // so that null is no shared address
+constexpr u32 kSharedBase = 1024;  // so that null is not a shared address
 constexpr u32 kRedZone = 64;
 
 // ---- settings and results ------------------------------------------------------------------------------------------
 
 struct Settings {
-  i64 random_lanes = 0;  // 1: any group of lanes goes on, instead of the one that is furthest behind
-  i64 resident = 3;      // blocks at a time
+  i64 random_lanes = 0;  // 1: a random group of lanes continues, instead of the one that is furthest behind
+  i64 resident = 3;  // number of blocks that run interleaved
   i64 global_races = 1;
-  i64 approx_error = 0;  // not 0, a seed: approximate instructions err by as much as the ISA allows
+  i64 approx_error = 0;  // if not 0, a seed: approximate instructions have errors as large as the ISA allows
   i64 max_errors = 8;
-  i64 only_blocks = 0;  // not 0: the first blocks of a grid alone, for timing
+  i64 only_blocks = 0;  // if not 0, only the first blocks of a grid run, for timing
 };
 inline Settings settings;
 

@@ -1,4 +1,4 @@
-// Comparisons, conversions, and the one instruction that a group of lanes executes.
+// Comparisons, conversions, and the execution of one instruction by a group of lanes.
 #pragma once
 
 #include "ptx/arithmetic.h"
@@ -356,7 +356,7 @@ struct Execute : Arithmetic {
           return r;
         });
         return;
-      case BFI:  // the lowest bits of a, written over b from a position on
+      case BFI:  // the lowest bits of a replace bits of b from a position on
         for (int l = 0; l < kLanes; ++l) {
           if (!(mask >> l & 1)) continue;
           const u64 bits = 8 * bytes_of(in.ty);

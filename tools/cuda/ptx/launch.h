@@ -1,4 +1,4 @@
-// The order of things: which lanes of a warp go on, which warp of a block, which block of the grid.
+// Scheduling: which lanes of a warp continue, which warp of a block, which block of the grid.
 #pragma once
 
 #include "ptx/execute.h"
@@ -8,7 +8,7 @@ namespace ptxrun {
 struct Launch : Execute {
   using Execute::Execute;
 
-  // The lane from which shfl takes what it hands to a lane: itself where the other lies outside its segment.
+  // The lane whose value shfl gives to a lane; the lane itself if the other lies outside its segment.
   struct ShuffleSource {
     int lane;
     bool inside;
@@ -21,7 +21,7 @@ struct Launch : Execute {
     return {inside ? from : lane, inside};
   }
 
-  // Lanes that have waited for each other.
+  // Lets lanes continue that have waited for each other.
   void go_on(u32 members) {
     for (int l = 0; l < kLanes; ++l)
       if (members >> l & 1) ++w->pc[l];
@@ -29,7 +29,7 @@ struct Launch : Execute {
     w->run |= members;
   }
 
-  // Lanes that wait for others of their warp: lets those go on whose whole mask has come.
+  // For lanes that wait for others of their warp: lets them continue once all lanes of their mask have arrived.
   virtual void try_warp_sync() {
     u32 waiting = w->wait_warp;
     while (waiting != 0) {
@@ -84,7 +84,7 @@ struct Launch : Execute {
 
   void run_warp(int budget) {
     while (budget > 0 && w->run != 0) {
-      // The group to go on with.
+      // Selects the group of lanes that continues.
       u32 mask = 0;
       int limit = INT32_MAX;
       int steps = budget;
@@ -114,7 +114,7 @@ struct Launch : Execute {
     for (int l = 0; l < kLanes; ++l)
       if (mask >> l & 1) w->pc[l] = at;
   }
-  // An instruction that lanes `m` take.
+  // Counts an instruction of lanes `m`.
   void tick(u32 m) {
     ++clock;
     if (clock > 0xfffffff0u) clock = 1;
@@ -346,7 +346,7 @@ struct Launch : Execute {
   }
 };
 
-// The parts of a kernel launch: its PTX, or machine code (sassrun) where that was loaded.
+// The parts of a kernel launch: from its PTX, or from machine code (sassrun) if that was loaded.
 using MakeLaunch = std::unique_ptr<Launch> (*)(Kernel&, const u32 (&)[3], const u32 (&)[3]);
 inline std::unique_ptr<Launch> make_ptx_launch(Kernel& k, const u32 (&grid)[3], const u32 (&block)[3]) {
   return std::make_unique<Launch>(k, grid, block);

@@ -1,4 +1,4 @@
-// From the text of a kernel to its instructions.
+// Decodes the text of a kernel into instructions.
 #pragma once
 
 #include "ptx/ptx.h"
@@ -234,7 +234,7 @@ struct Parser {
       in.a[1] = operand(ops[first + 1], wide, line);
       if (in.mode == A_CAS) in.a[2] = operand(ops[first + 2], wide, line);
     } else if (name == "cvta") {
-      in.op = MOV;  // one address space
+      in.op = MOV;  // only global addresses
       if (in.space == SHARED || in.space == PARAM) bad_ptx(k, line, "generic address of " + s);
       in.d[0] = operand(ops[0], true, line);
       in.a[0] = operand(ops[1], true, line);

@@ -4,18 +4,19 @@
 //   nvcc -O3 -std=c++17 -Xcompiler=-fPIC --no-compress -gencode=arch=compute_90,code=compute_90 -c kernels.cu
 //   g++ -shared -O3 -march=native -std=c++17 -fno-strict-aliasing -ffp-contract=off runtime.cpp kernels.o -o kernels.so
 //
-// Host code, argument marshalling, launch configuration and device code are then what nvcc made of them; only ptxas and
-// the chip are left out. Source: "Parallel Thread Execution ISA", NVIDIA.
+// Host code, argument marshalling, launch configuration and device code are then those that nvcc compiled; only ptxas
+// and the chip are not involved. Source: "Parallel Thread Execution ISA", NVIDIA.
 //
-// Threads have a program counter each; lanes at the same one run together, 32 wide. Warps and blocks are interleaved at
-// random. Reported as errors, and the launch fails:
-//   - a global access outside memory made known by ptxrun_register, or off its natural alignment
+// Every thread has a program counter; lanes at the same one run together, 32 wide. Warps and blocks are interleaved at
+// random. The following are errors, and the launch fails:
+//   - a global access outside memory registered by ptxrun_register, or off its natural alignment
 //   - a shared access outside the variables, or off its alignment (red zones lie between variables)
-//   - two threads at one byte of shared or global memory, one of them writing, without a barrier (or, for shared memory
-//     within a warp, a bar.warp.sync; between blocks, fence, then atomic, and there atomic, then fence) between them
+//   - two threads access one byte of shared or global memory, one of them writes, and no barrier is between them (for
+//     shared memory within a warp, bar.warp.sync suffices; between blocks, fence then atomic in one and atomic then
+//     fence in the other)
 //   - a branch, an address or a global store that depends on a register or memory never written
 //   - shfl.sync from a lane that does not take part, a barrier that not all threads reach, an endless wait
-//   - an instruction this interpreter does not know
+//   - an instruction that this interpreter does not know
 
 #include "ptx/launch.h"
 #include "ptx/parser.h"
@@ -245,7 +246,7 @@ void ptxrun_totals(int64_t* totals) {
     for (auto& [name, k] : module->kernels) add_totals(k, totals);
   }
 }
-// Decodes every kernel of every module; the number of those with something unknown in them.
+// Decodes every kernel of every module; returns the number of kernels with an unknown part.
 int ptxrun_parse_all() {
   int bad = 0;
   for (auto& module : modules()) {

@@ -27,12 +27,12 @@ struct Block {
   std::vector<Cell> cells;
   u32 barriers = 0;
   u32 atomic = 0;           // clock of the last global atomic
-  u32 acquired = 0;         // the same, of those that a fence has followed
+  u32 acquired = 0;  // the same, for atomics that a fence has followed
   std::vector<u32> fenced;  // per thread: clock of the last fence
   bool live = false;
 };
 
-// A launch, as the parts of the machine see it: the warp at work, its registers, and how it reports.
+// A launch, as its parts share it: the current warp, its registers, and error reports.
 struct Threads {
   Kernel& k;
   u32 grid[3], block[3];
@@ -43,7 +43,7 @@ struct Threads {
   struct Release {
     u32 fence, atomic;
   };
-  std::vector<Release> released_by;  // [grid * threads], only with global races
+  std::vector<Release> released_by;  // [grid * threads]; only if global races are checked
   Threads(Kernel& kernel, const u32 (&g)[3], const u32 (&c)[3])
       : k(kernel),
         grid{g[0], g[1], g[2]},
@@ -52,7 +52,7 @@ struct Threads {
         warps((threads + 31) / 32) {}
   u32 clock = 1;
   u32 id = 0;
-  // the warp at work
+  // the current warp
   Warp* w = nullptr;
   Block* b = nullptr;
   int pc = 0;

@@ -1,4 +1,4 @@
-// Reads the text of extract.py and prints the names of the kernels that it knows; what it does not know, on stderr.
+// Reads the text of extract.py, prints the names of the kernels that it can decode, and reports the others on stderr.
 #include "sass/load.h"
 
 using namespace ptxrun;

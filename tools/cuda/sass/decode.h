@@ -237,7 +237,7 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     in.op = s_STS;
     address_of(ops[0]);
     in.o.push_back(parse_operand(ops[1], low));
-  } else if (base == "LDG" || base == "LD") {  // LD: of any space; a shared address would be reported
+  } else if (base == "LDG" || base == "LD") {  // LD: generic; an access to a shared address is reported
     in.op = s_LDG;
     in.o.push_back(parse_operand(ops[0], low));
     address_of(ops[1]);
@@ -329,7 +329,7 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
       }
       goto_of(ops.back());
     }
-  } else if (base == "BRX" || base == "BRXU") {  // to a register's distance from what is named
+  } else if (base == "BRX" || base == "BRXU") {  // jumps relative to the named address, by a register
     in.op = base == "BRX" ? s_BRX : s_BRXU;
     const std::string rest = text.substr(text.find(base == "BRX" ? " R" : " UR", at) + 1);
     in.o.push_back(parse_operand(rest.substr(0, rest.find(' ')), low));

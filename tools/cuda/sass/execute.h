@@ -1,4 +1,4 @@
-// The one instruction that a lane executes.
+// The execution of one instruction by one lane.
 #pragma once
 
 #include "sass/operands.h"
@@ -91,7 +91,7 @@ struct SassExecute : SassOperands {
         const u32 n = o[j].imm;
         const u64 pair = static_cast<u64>(c) << 32 | a;
         u32 high = static_cast<u32>(pair >> (32 - n));
-        if (o[i].neg) high = ~high;  // the low part carries
+        if (o[i].neg) high = ~high;  // the low part has a carry
         u64 sum = high + addend(b2, l);
         if (in.op == s_LEAHIX)
           sum += pred(o[j + 1], l) ? 1 : 0;
@@ -214,7 +214,7 @@ struct SassExecute : SassOperands {
         setp(o[1], l, combine(in.boolean, !r, with));
         return;
       }
-      case s_FSET: {  // a number 1 or all bits instead of a predicate
+      case s_FSET: {  // 1 or all bits set, in place of a predicate
         const bool r = combine(in.boolean, compare<float>(in.cmp, f32(o[1], l), f32(o[2], l)), pred(o[3], l));
         return set(o[0], l, r ? in.mufu == 1 ? 0x3f800000u : ~0u : 0u);
       }
@@ -225,7 +225,7 @@ struct SassExecute : SassOperands {
         return;
       }
       case s_DSETPMAX:
-      case s_DSETPMIN: {  // whether the first is the result, and whether both are NaN
+      case s_DSETPMIN: {  // whether the first operand is the result, and whether both are NaN
         const double a = f64(o[2], l), b2 = f64(o[3], l);
         const bool beyond =
             in.op == s_DSETPMAX ? a > b2 || (a == b2 && !std::signbit(a)) : a < b2 || (a == b2 && std::signbit(a));
@@ -374,7 +374,7 @@ struct SassExecute : SassOperands {
       }
       case s_LDC: {
         if (in.width >= 8) {
-          u32 words[4];  // the address may lie in what is written
+          u32 words[4];  // the instruction may overwrite the register of the address
           for (int i = 0; i < in.width / 4; ++i) words[i] = constant(o[1], l, static_cast<u32>(4 * i));
           for (int i = 0; i < in.width / 4; ++i) set(o[0], l, words[i], i);
           return;

@@ -1,4 +1,4 @@
-"""One text file for sassrun, from what cuobjdump prints (*.sass) and extracts (*.cubins) of the compiled kernels.
+"""Writes one text file for sassrun from the output (*.sass) and the extracted files (*.cubins) of cuobjdump.
 
 Per kernel a line "K name shared-bytes params-at jump-tables", then a line per instruction: address, its two encoded
 words, text.
@@ -8,8 +8,8 @@ import re
 import struct
 from pathlib import Path
 
-NO_BITS = 8  # the section type that takes no room in the file
-PARAMS, SIZED = 0x0A, 0x04  # of .nv.info: EIATTR_PARAM_CBANK; the form of what has a size
+NO_BITS = 8  # the type of a section that has no bytes in the file
+PARAMS, SIZED = 0x0A, 0x04  # of .nv.info: EIATTR_PARAM_CBANK, and the format of an attribute with a size
 
 
 def sections(path: Path) -> dict[str, tuple[bytes, int]]:
@@ -27,7 +27,7 @@ def sections(path: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def params_at(info: bytes) -> int:
-    """Where the parameters begin in c[0x0], of the section .nv.info of a kernel."""
+    """The offset of the parameters in c[0x0], read from the section .nv.info of a kernel."""
     at = 0
     while at < len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)

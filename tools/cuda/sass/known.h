@@ -1,4 +1,4 @@
-// The instructions that sassrun knows, and their modifiers: another one is an error, and no guess.
+// The instructions and modifiers that sassrun knows. Any other is an error: sassrun never guesses.
 #pragma once
 
 #include <map>
@@ -9,7 +9,7 @@
 
 namespace ptxrun {
 
-// Without the U of those that a warp executes once.
+// Without the U of instructions that a warp executes once.
 inline const std::map<std::string, std::set<std::string>>& modifiers() {
   static const auto* all = [] {
     static const std::map<std::string, std::string> text = {
@@ -62,7 +62,7 @@ inline const std::map<std::string, std::set<std::string>>& modifiers() {
         {"LEA", "HI SX32 X"},
         {"LOP3", "LUT"},
         {"MEMBAR", "GPU SC"},
-        {"MOV", "SPILL"},  // and R2UR.FILL: a uniform register is kept in one of the thread, and taken back
+        {"MOV", "SPILL"},  // and R2UR.FILL: a uniform register is saved in a register of the thread, and restored
         {"MUFU", "EX2 LG2 RCP RCP64H RSQ RSQ64H SQRT"},
         {"NOP", ""},
         {"P2R", ""},

@@ -1,4 +1,4 @@
-// The order of things: branches, convergence barriers, shuffles.
+// Scheduling: branches, convergence barriers, shuffles.
 #pragma once
 
 #include "sass/execute.h"
@@ -35,8 +35,8 @@ struct SassLaunch : SassExecute {
     }
   }
 
-  // Sends lanes `m` of `mask` to a register's distance from an address. The instruction that all of them go on with, or
-  // -1 where they part.
+  // Lets lanes `m` of `mask` jump to an address plus a register. Returns the next instruction if all lanes share it,
+  // else -1.
   int jump(const SInstr& in, u32 m, u32 mask, i64 from) {
     const u32 stay = mask & ~m;
     park(stay, pc + 1);
@@ -135,7 +135,7 @@ struct SassLaunch : SassExecute {
           wait_for_block(m);
           return done;
         case s_NOP:
-          // The remainder of a __syncwarp if ptxas knows that the warp is converged: memory order only.
+          // ptxas replaces a __syncwarp by this if it knows that the warp is converged: memory order only.
           if (m == (~0u & ~w->exited)) ++w->warp_syncs;
           ++pc;
           continue;
@@ -225,7 +225,7 @@ struct SassLaunch : SassExecute {
     }
     Launch::start_block(slot, index);
     for (Warp& warp : slot.warps) {
-      for (u32& v : warp.file_memory) v = 0x7fa00000u | (rng.next() & 0xffff);  // whatever was left there
+      for (u32& v : warp.file_memory) v = 0x7fa00000u | (rng.next() & 0xffff);  // an uninitialised register: any value
       SassWarp& e = state[static_cast<size_t>((&slot - slots.data()) * warps + warp.index)];
       for (u32& p : e.P) p = rng.next();
       for (int i = 0; i < (s.params_at == kParams100 ? 128 : 64); ++i) e.U[i] = rng.next();

@@ -5,8 +5,8 @@
 
 namespace ptxrun {
 
-// Pipes of a quarter of a multiprocessor: 0 none, 1 FMA (32 lanes a cycle), 2 FMA for integers (16, and it takes FMA's
-// issue too), 3 ALU (16), 4 special functions and conversions (4), 5 FP64 (16), 6 load/store (8: 32 per
+// Pipes of a quarter of a multiprocessor: 0 none, 1 FMA (32 lanes a cycle), 2 FMA for integers (16; it also takes an
+// issue slot of FMA), 3 ALU (16), 4 special functions and conversions (4), 5 FP64 (16), 6 load/store (8: 32 per
 // multiprocessor).
 inline void set_timing(SInstr& in) {
   switch (in.op) {
@@ -127,7 +127,7 @@ inline void load_sass(const char* path) {
       try {
         decode(*k, in, r.text, r.low, at_of, r.address);
       } catch (Stop) {
-        // An unknown instruction matters only if this kernel is launched, and is reported then.
+        // An unknown instruction is reported only if its kernel is launched.
         errors.clear();
         sass_kernels().erase(std::string(k->carrier.name));
         k = nullptr;

@@ -1,4 +1,4 @@
-// Registers, constants and predicates of a warp, and what each operand of an instruction is.
+// Registers, constants and predicates of a warp, and the value of each operand of an instruction.
 #pragma once
 
 #include "ptx/launch.h"
@@ -46,7 +46,8 @@ struct SassOperands : Launch {
     set(o, lane, static_cast<u32>(v));
     set(o, lane, static_cast<u32>(v >> 32), 1);
   }
-  // Where c[0x0] has what, before the parameters. sm_100 has the size of a block elsewhere, too: no kernel asks for it.
+  // The contents of c[0x0] before the parameters. sm_100 also has the size of a block at another offset, which no
+  // kernel reads.
   u32 grid_at() const { return s.params_at == kParams100 ? 0x370 : 0xc; }
   bool is_set(u32 at) const {
     if (at >= grid_at() && at < grid_at() + 12) return true;
@@ -69,7 +70,7 @@ struct SassOperands : Launch {
       memcpy(&v, from.data() + at, 4);
     return v;
   }
-  // Bits, without modifiers.
+  // The bits of an operand, without modifiers.
   u32 raw(const Operand& o, int lane, int plus = 0) {
     switch (o.kind) {
       case oR:
@@ -189,7 +190,7 @@ struct SassOperands : Launch {
       if (lut >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
     return r;
   }
-  // As one adds: -x is ~x + 1, whose carry counts.
+  // An operand of an addition: -x is ~x + 1, and the carry of this addition counts.
   u64 addend(const Operand& o, int lane) {
     const u32 v = raw(o, lane);
     if (o.inv) return static_cast<u32>(~v);

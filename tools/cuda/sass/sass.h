@@ -1,5 +1,5 @@
-// Machine code of sm_90 and sm_100 as cuobjdump prints it (tools/cuda/sass/extract.py), decoded. SASS is not documented
-// beyond its mnemonics; the meaning of each is inferred, and tested by the results.
+// Machine code of sm_90 and sm_100 as cuobjdump prints it (tools/cuda/sass/extract.py), decoded. NVIDIA documents only
+// the mnemonics of SASS; their meaning is inferred, and tested by the results.
 #pragma once
 
 #include "ptx/parser.h"
@@ -87,8 +87,8 @@ enum SOp : u8 {
   s_POPC,
   s_FLO
 };
-constexpr u32 kParams90 = 0x210, kParams100 = 0x380;  // where they begin in c[0x0]
-constexpr int kZero = 255;                            // RZ and URZ: of both files there are fewer registers
+constexpr u32 kParams90 = 0x210, kParams100 = 0x380;  // offset of the parameters in c[0x0]
+constexpr int kZero = 255;  // RZ and URZ; neither register file has as many registers
 enum OKind : u8 { oNONE, oR, oU, oP, oUP, oIMM, oCONST, oPR };
 struct Operand {
   OKind kind = oNONE;
@@ -224,7 +224,7 @@ inline Operand parse_operand(std::string s, u64 low) {
     o.imm = static_cast<u32>(strtoll(s.c_str(), nullptr, 0));
     if (s[0] == '-') o.imm = static_cast<u32>(0 - strtoull(s.c_str() + 1, nullptr, 0));
   } else {
-    o.imm = static_cast<u32>(low >> 32);  // a literal in floating point: what is encoded
+    o.imm = static_cast<u32>(low >> 32);  // a floating-point literal, as encoded
   }
   return o;
 }

@@ -1,11 +1,12 @@
-// A rough model of one multiprocessor of an H100: what issues when, and when memory answers. No caches beyond the first
-// touch of a sector, and latencies that are guesses: it compares two versions of a kernel, and predicts no time.
+// A rough model of one multiprocessor of an H100: when each instruction issues and when memory answers. It has no
+// caches beyond the first access to a sector, and its latencies are guesses: use it to compare two versions of a
+// kernel, not to predict times.
 #include "sass/operands.h"
 
 using namespace ptxrun;
 
-// Cycles of one multiprocessor for the recorded blocks, `resident` at a time; memory gives `bytes_per_cycle` after
-// `memory_latency` cycles. Also how many instructions were issued, and bytes moved.
+// Cycles of one multiprocessor for the recorded blocks, `resident` at a time; memory delivers `bytes_per_cycle` after
+// `memory_latency` cycles. Also the number of issued instructions and of moved bytes.
 extern "C" double sassrun_simulate(int resident, double bytes_per_cycle, int memory_latency, double* issued,
                                    double* bytes, double* idle_memory) {
   struct Sim {
@@ -44,7 +45,7 @@ extern "C" double sassrun_simulate(int resident, double bytes_per_cycle, int mem
   int last[4] = {-1, -1, -1, -1};
   while (finished < blocks && now < 2000000000ull) {
     for (int q = 0; q < 4; ++q) {
-      // The warp that went last if it can, else the one that has waited longest in the ring.
+      // The warp that issued last if it can, else the next ready warp in round-robin order.
       const int n = static_cast<int>(quarter[static_cast<size_t>(q)].size());
       for (int k = 0; k < n; ++k) {
         const int index = last[q] < 0 ? k : (last[q] + k) % n;

@@ -1,10 +1,10 @@
 // A stand-in for the CUDA runtime that runs a kernel's threads on the CPU, one fiber each, so that indexing, barriers,
-// shuffles and shared memory can be tested without a GPU. Test-only: slow, x86-64, one block at a time; but threads run
-// in a random order between barriers, so a missing barrier rarely goes unseen, and shared memory is filled with poison
+// shuffles and shared memory can be tested without a GPU. For tests only: slow, x86-64, one block at a time. Threads
+// run in random order between barriers, so a missing barrier rarely goes unnoticed; shared memory is filled with poison
 // at the start of every block.
 //
-// Under ThreadSanitizer every thread is a fiber of its own there: only __syncthreads and __syncwarp order memory,
-// __threadfence is one total order, and shuffles order nothing.
+// Under ThreadSanitizer every thread is a ThreadSanitizer fiber: only __syncthreads and __syncwarp order memory,
+// __threadfence is one total order, and shuffles do not order memory.
 #pragma once
 
 #include <math.h>
@@ -50,7 +50,7 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream = nullptr;
 };
 
-// The kernels' shared variables are static ones; the build gathers them in a section of this name.
+// The kernels' shared variables are static ones; the build collects them in a section of this name.
 extern "C" __attribute__((weak, visibility("hidden"))) char __start_shim_shared[], __stop_shim_shared[];
 
 namespace shim {
@@ -58,13 +58,13 @@ namespace shim {
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreads = 1024;
 
-// The event that a fiber waits for. A shuffle differs from a barrier, so that threads which meet at different ones are
-// caught.
+// The event that a fiber waits for. Shuffles and barriers are different events, so that threads which meet at different
+// ones are detected.
 enum class Wait { kNone, kBlock, kWarp, kShuffle, kDone };
 
 struct Fiber {
   void* stack_pointer = nullptr;
-  void* sanitizer = nullptr;  // what ThreadSanitizer calls the fiber
+  void* sanitizer = nullptr;  // ThreadSanitizer's handle of the fiber
   Wait wait = Wait::kDone;
   unsigned shuffles = 0;
   unsigned barriers = 0;
@@ -74,7 +74,7 @@ struct Fiber {
 struct Machine {
   Fiber fibers[kMaxThreads];
   char* stacks[kMaxThreads] = {};
-  uint64_t slots[2 * kMaxThreads];  // [2, threads]: what each lane offers to the shuffle
+  uint64_t slots[2 * kMaxThreads];  // [2, threads]: the value that each lane offers to the shuffle
   void* scheduler = nullptr;
   int current = -1;
   int threads = 0;
@@ -112,7 +112,7 @@ struct Index {
   unsigned x;
 };
 
-// Calls of the harness about its memory: here they do nothing, because pages guard it.
+// Calls of the harness about its memory. They do nothing here, because protected pages guard it.
 inline void memory_made(void*, int64_t) {}
 inline void memory_gone(void*) {}
 inline void memory_undefined(void*, int64_t) {}

@@ -1,5 +1,6 @@
-// Every kernel over shapes and layouts, for the sanitizers: run SEED POISON. Memory has its exact size, so that
-// AddressSanitizer sees one byte beyond. Prints a hash of all results, which depends on neither of the two.
+// Runs every kernel over shapes and layouts, for the sanitizers: run SEED POISON. Memory has its exact size, so that
+// AddressSanitizer detects an access one byte beyond. Prints a hash of all results, which must depend on neither
+// argument.
 
 #include <cuda_runtime.h>
 
@@ -41,7 +42,7 @@ struct Buffer {
   char* base;
   T* p;
   size_t n;
-  explicit Buffer(size_t n_, size_t offset = 0) : n(n_) {  // bytes from a 16-byte boundary
+  explicit Buffer(size_t n_, size_t offset = 0) : n(n_) {  // offset in bytes from a 16-byte boundary
     base = static_cast<char*>(malloc(n * sizeof(T) + offset + (n == 0)));
     p = reinterpret_cast<T*>(base + offset);
     memset(base, 0xff, n * sizeof(T) + offset);
@@ -71,13 +72,13 @@ void softmax(S* x, int rows, int classes) {
   }
 }
 
-// layout: 0 end to end, 1 offset by one element, 2 gaps of 3, 3 class outermost [C, N], 4 [2, C, N/2]
+// layout: 0 contiguous, 1 offset by one element, 2 gaps of 3, 3 class outermost [C, N], 4 [2, C, N/2]
 // mode: 0 one gamma, 1 label smoothing, 2 probability targets, 3 a table of gammas and class weights, 4 a gamma per row
 template <typename Loss, typename S>
 void row_loss(int rows, int classes, int layout, int mode, bool none) {
   using R = compute_t<S>;
   constexpr bool kFocal = std::is_same_v<Loss, FocalFormula>;
-  constexpr bool kGamma = kFocal || std::is_same_v<Loss, PolyFocalFormula>;  // a gradient of it
+  constexpr bool kGamma = kFocal || std::is_same_v<Loss, PolyFocalFormula>;  // whether gamma has a gradient
   size_t span = (size_t)rows * (classes + (layout == 2 ? 3 : 0));
   Buffer<S> z(span, layout == 1 ? sizeof(S) : 0), g(span, layout == 1 ? sizeof(S) : 0);
   fill(z.p, span);

@@ -23,11 +23,11 @@ extern "C" {
     return message;                                                                                          \
   }
 
-// With so few elements every row is counted, as the kernels walk them, for some sizes; otherwise the ends of the tiles
-// have to meet.
+// With at most this many elements, every row is counted as the kernels visit it, for some sizes; otherwise only the
+// ends of the tiles are compared.
 constexpr int64_t kEnumerated = 20000;
 
-// Runs of rows_at_once rows, block b taking the runs b, b + grid, ... : whether every row is taken exactly once.
+// Runs of rows_at_once rows, where block b takes the runs b, b + grid, ... : whether every row is taken exactly once.
 bool takes_each_row_once(int64_t rows, int64_t rows_at_once, int64_t grid) {
   std::vector<unsigned char> taken(static_cast<size_t>(rows));
   for (int64_t block = 0; block < grid; ++block) {
@@ -57,7 +57,7 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
   if (rows <= kEnumerated / classes && rows % 61 == 1) {
     FK_REQUIRE(takes_each_row_once(rows, plan.rows_per_tile, plan.grid));
   }
-  // Tiles end to end: the last one begins inside the rows and reaches their end, so none is left out or taken twice.
+  // Contiguous tiles: the last one begins within the rows and reaches their end, so no row is missing or taken twice.
   FK_REQUIRE(rows == 0 || ((plan.tiles - 1) * plan.rows_per_tile < rows && rows <= plan.tiles * plan.rows_per_tile));
   FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && plan.lanes <= kBlock);
   FK_REQUIRE(plan.lanes <= kWarp || plan.lanes == kBlock);
@@ -86,7 +86,7 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
   return nullptr;
 }
 
-// Only few and long rows are cut; the chunks of a row are adjacent, and none is empty.
+// Only few long rows are cut; the chunks of a row are adjacent, and none is empty.
 const char* check_chunks(int64_t rows, int64_t classes, int bytes) {
   using namespace cuda;
   const RowPlan plan = plan_rows(rows, classes, bytes, false, false);
@@ -132,10 +132,10 @@ const char* check_grid_plan(int64_t rows, int64_t n_temperatures) {
 }
 
 // ---- all sizes -----------------------------------------------------------------------------------------------------
-// A plan is a function of rows and classes with few values: thresholds split either axis into runs. Rows matter up to
-// kMostRows alone, where the last threshold lies; tiles and grid, which go on to grow, are quotients. So: every number
-// of classes up to a limit, at rows around each threshold, tells the runs of classes; and at both ends of each run,
-// every number of rows up to kMostRows is checked, and powers of two and their neighbours beyond.
+// A plan is a function of rows and classes with few values: thresholds split either axis into runs. Only up to
+// kMostRows do rows matter, where the last threshold lies; beyond, tiles and grid grow as quotients. So every number of
+// classes up to a limit is checked at rows around each threshold, which gives the runs of classes. At both ends of each
+// run, every number of rows up to kMostRows is checked, and powers of two and their neighbours beyond.
 
 constexpr int64_t kMostRows = cuda::kManyPixels + 2;
 

@@ -1,6 +1,5 @@
-// The launchers as plain C functions, with the dtype as one more argument; and memory that knows its bounds. A new
-// launcher needs two lines: the size of its arguments in size_of, so that the ctypes structure is compared with the C++
-// one, and FK_ENTRY.
+// The launchers as plain C functions, with the dtype as additional argument; and guarded memory. A new launcher needs
+// two lines: the size of its arguments in size_of, which is compared with that of the ctypes structure, and FK_ENTRY.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -50,7 +49,7 @@ int with_scalar(int dtype, Function f) {
 struct Guarded {
   int64_t page;
   int64_t body;      // bytes between the two pages
-  int64_t from_end;  // of them, from the memory's first byte on
+  int64_t from_end;  // bytes from the memory's first byte to the second page
 };
 
 Guarded guarded_layout(int64_t bytes, int64_t byte_of_vector) {
@@ -76,12 +75,12 @@ int64_t rows_of_a_tile(int64_t rows, int64_t classes, int64_t bytes, int64_t end
   return cuda::plan_rows(rows, classes, static_cast<int>(bytes), end_to_end != 0, class_outermost != 0, pairs != 0)
       .rows_per_tile;
 }
-int64_t chunk_of_a_row(int64_t rows, int64_t classes, int64_t bytes) {  // or 0: rows are not cut
+int64_t chunk_of_a_row(int64_t rows, int64_t classes, int64_t bytes) {  // 0: rows are not cut
   return cuda::plan_rows(rows, classes, static_cast<int>(bytes), true, false).chunk_classes;
 }
 
-// Memory between two protected pages. It begins on a given byte of a 16-byte vector, as close to the second page as
-// possible. An access outside crashes, or changes the bytes left over, which unguard checks.
+// Memory between two protected pages. It begins at a given offset in a 16-byte vector, as close to the second page as
+// possible. An access outside crashes or changes the remaining bytes, which unguard checks.
 void* guarded(int64_t bytes, int64_t byte_of_vector) {
   const Guarded g = guarded_layout(bytes, byte_of_vector);
   char* base = static_cast<char*>(
@@ -108,7 +107,7 @@ int unguard(void* memory, int64_t bytes, int64_t byte_of_vector) {
   return clean;
 }
 
-// Marks these bytes as never written, on machines that track this.
+// Marks these bytes as never written, if the emulator tracks this.
 void mark_undefined(void* memory, int64_t bytes) { shim::memory_undefined(memory, bytes); }
 
 int64_t size_of(const char* name, int is_double) {
@@ -152,7 +151,7 @@ int focal_loss_forward(int dtype, const void* args, int mean, void* loss, void* 
 
 }  // extern "C"
 
-// `kind` is the place in math/row_losses.def.
+// `kind` is the position in math/row_losses.def.
 template <typename Function>
 int with_loss(int kind, Function f) {
   int number = 0, status = -1;
@@ -236,7 +235,7 @@ int calibration_sums(int dtype, const void* args) {
   return cuda::calibration_sums(*static_cast<const CalibrationSums<float>*>(args), nullptr);
 }
 
-// threads, groups and doubles of scratch memory, to `sizes`
+// Writes the numbers of threads, of groups, and of doubles of scratch memory to `sizes`.
 void spline_sizes(int64_t rows, int64_t classes, int64_t numbers, int by_class, int64_t* sizes) {
   const cuda::SplineSizes found = cuda::spline_sizes(rows, classes, numbers, by_class != 0);
   sizes[0] = found.threads;

@@ -1,4 +1,4 @@
-// The fibers of the shim, and what ThreadSanitizer is told of them. No sanitizer looks at these functions themselves.
+// The fibers of the shim, and their annotations for ThreadSanitizer. No sanitizer instruments these functions.
 #include <cuda_runtime.h>
 
 #define FK_UNSEEN __attribute__((no_sanitize_thread, no_sanitize_address, noinline))
@@ -19,7 +19,7 @@ static void __tsan_acquire(void*) {}
 static void __tsan_release(void*) {}
 #endif
 
-// Saves the callee-saved registers on the stack, and goes on on another one.
+// Saves the callee-saved registers on the stack and continues on another stack.
 extern "C" void shim_switch(void** save_stack_pointer, void* stack_pointer);
 asm(R"(
 .text
@@ -40,7 +40,7 @@ namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
 
-// Order for ThreadSanitizer: addresses to release and to acquire.
+// Annotations for ThreadSanitizer: addresses to release and to acquire.
 char block_sync[2], warp_sync[2][kMaxThreads / kWarpSize], fence_sync, start_sync, end_sync;
 void* scheduler_fiber;
 
@@ -120,7 +120,7 @@ FK_UNSEEN uint64_t shuffle_bits(unsigned mask, uint64_t value, int source_lane) 
   if (mask != 0xffffffffu) fail("only full-warp shuffles are known");
   Machine& m = machine;
   const int self = m.current;
-  // Two sets of slots in turn: a fast lane may offer its next value before a slow one has read the last.
+  // Two sets of slots in turn: a fast lane may offer its next value before a slow one has read the previous one.
   uint64_t* slots = m.slots + (m.fibers[self].shuffles++ % 2) * static_cast<unsigned>(m.threads);
   slots[self] = value;
   yield(Wait::kShuffle);
@@ -132,7 +132,7 @@ FK_UNSEEN void run_block() {
   m.threads = static_cast<int>(m.block.x);
   for (char* at = __start_shim_shared; at != __stop_shim_shared; ++at) *at = static_cast<char>(m.poison);
   start_fibers();
-  __tsan_acquire(&end_sync);  // blocks come one after the other: races between them are ptxrun's
+  __tsan_acquire(&end_sync);  // blocks run one after the other: ptxrun checks races between them
   __tsan_release(&start_sync);
   static int order[kMaxThreads];
   for (int i = 0; i < m.threads; ++i) order[i] = i;
