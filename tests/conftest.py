@@ -1,4 +1,4 @@
-"""The device fixture, the seed, and the one tolerance table."""
+"""The device fixture, the seed, and the tolerance table of all tests."""
 
 import contextlib
 import importlib
@@ -27,7 +27,7 @@ TOLERANCE = {
 
 pytest.register_assert_rewrite("tools.cuda.cases")
 
-os.environ.pop("FOCALKERN_CACHE_MIB", None)  # read once in a process; the tests are written for its default
+os.environ.pop("FOCALKERN_CACHE_MIB", None)  # read once per process; the tests expect its default
 
 
 def cuda_skip_reason() -> str | None:
@@ -57,7 +57,7 @@ def cuda() -> torch.device:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--renew", action="store_true", help="write tests/study/golden anew (tests/study/test_golden.py)")
+    parser.addoption("--renew", action="store_true", help="rewrite tests/study/golden (tests/study/test_golden.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """-m gpu selects the tests that run on CUDA, by their parameters; the tests of the kernels need them."""
+    """-m gpu selects the tests that run on CUDA, by their parameters; the tests of the CUDA kernels depend on it."""
     import focalkern
 
     kernels = focalkern.build_info()["kernels"]
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Raises where something waits for the device. Copies between host and device do."""
+    """Raises if anything waits for the device, as copies between host and device do."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
         torch.cuda.set_sync_debug_mode("error")
@@ -94,7 +94,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def peer(name: str) -> Any:
-    """A library that a test compares with; without it the test is skipped, or fails where all of them must be there."""
+    """A library to compare with. Without it the test is skipped, or fails if all libraries are required."""
     if os.environ.get("FOCALKERN_REQUIRE_PEERS") == "1":
         return importlib.import_module(name)
     spec = importlib.util.find_spec(name.partition(".")[0])  # of a.b it would import a
@@ -104,11 +104,11 @@ def peer(name: str) -> Any:
 
 
 def import_torchvision_beside_any_torch() -> torch.library.Library | None:
-    """Lets the Python part of torchvision be imported where its compiled part was built for another torch.
+    """Makes torchvision's Python part importable if its compiled part was built for another torch.
 
     PyPI's torchvision is a CUDA build. Its library does not load with a CPU build of torch. The import of torchvision,
-    and of every peer that imports it, then fails at missing operators. No test calls an operator of torchvision, so the
-    names are enough.
+    and of every peer that imports it, then fails at missing operators. No test calls an operator of torchvision, so
+    defining the names suffices.
     """
     spec = importlib.util.find_spec("torchvision")
     for library in Path(spec.origin).parent.glob("_C*.so") if spec is not None and spec.origin else []:
@@ -122,7 +122,7 @@ def import_torchvision_beside_any_torch() -> torch.library.Library | None:
     return None
 
 
-torchvision_names = import_torchvision_beside_any_torch()  # the names last as long as this
+torchvision_names = import_torchvision_beside_any_torch()  # the names exist as long as this library object
 
 
 @pytest.fixture(autouse=True)
@@ -166,12 +166,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """linear_focal_loss computes its logits in chunks, however few they are."""
+    """Makes linear_focal_loss compute even few logits in chunks."""
     monkeypatch.setattr("focalkern.ops.linear_focal_loss._FEW_LOGITS", -1)
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same bits on the CPU; on CUDA, where each way through the elements is compiled on its own, nearly so."""
+    """Bitwise equal on the CPU; nearly equal on CUDA, where each loop over the elements is compiled separately."""
     if actual.is_cuda:
         assert_close(actual, expected)
     else:

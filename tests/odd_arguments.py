@@ -25,7 +25,7 @@ EXAMPLES = int(os.environ.get("FOCALKERN_FUZZ", "0"))
 
 
 def examples(usual: int) -> Iterator[np.random.Generator]:
-    """A generator of random numbers for every example: the same ones each time, or with FOCALKERN_FUZZ=N N others."""
+    """A generator of random numbers for every example: the same in every run, or N new ones with FOCALKERN_FUZZ=N."""
     first = int(np.random.SeedSequence().entropy) if EXAMPLES else 0
     for number in range(EXAMPLES or usual):
         random = np.random.default_rng((first, number))
@@ -37,7 +37,7 @@ def examples(usual: int) -> Iterator[np.random.Generator]:
 
 
 class Refuses:
-    """An object that raises an error wherever a number or an array is made of it."""
+    """An object that raises an error if it is converted to a number or an array."""
 
     def __float__(self) -> float:
         raise RuntimeError("no number")
@@ -47,9 +47,9 @@ class Refuses:
 
 
 def values() -> list[Any]:
-    """Suitable and unsuitable values; new ones each time, because some are consumed."""
+    """Valid and invalid values, created anew by each call, because some are consumed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of some of its kinds of tensors
+        warnings.simplefilter("ignore")  # torch warns about some kinds of tensors
         return _values()
 
 
@@ -81,7 +81,7 @@ def _values() -> list[Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """A public function with valid arguments, and the beginning of its errors."""
+    """A public function with valid arguments, and the first words of its errors."""
 
     function: Callable[..., Any]
     good: dict[str, Any]
@@ -89,7 +89,7 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Every argument with a value that is good."""
+        """Every argument with a valid value."""
         arguments = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -168,7 +168,7 @@ def calls() -> dict[str, Call]:
         kind = getattr(losses, name)
         if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
             size = {"in_features": 3, "num_classes": 4} if name.startswith("Linear") else {}
-            # Errors of the checks of a table begin with its name.
+            # Errors of the checks of a table begin with the table's name.
             many[name] = call(kind, name, "GammaTable", **size)
             loss = kind(**size)
             batch = {"input": features if size else z, "target": p if "Sigm" in name or "ymm" in name else y}
@@ -207,7 +207,7 @@ def calls() -> dict[str, Call]:
         name = kind.__name__
         target = (Z > 0).astype(int) if kind is fk.MultiLabelScaling else Y
 
-        # scikit-learn's contract: the constructor stores, fit checks.
+        # scikit-learn's contract: the constructor stores arguments, and fit checks them.
         def constructed(_kind: Any = kind, _target: Any = target, **options: Any) -> Any:
             return _kind(**options).fit_quietly(Z, _target)
 
@@ -257,7 +257,7 @@ def calls() -> dict[str, Call]:
 
 
 class Frame:
-    """As much of a frame as is needed."""
+    """The part of a data frame that the test needs."""
 
     columns = ("label", "0", "1")
 
@@ -272,7 +272,7 @@ REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, files.InputE
 
 
 def problem_of(one: Call, arguments: dict[str, Any]) -> str | None:
-    """The fault of the error that the call raises, if it raises one."""
+    """A description of the fault in the error that the call raises, or None."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:
@@ -286,7 +286,7 @@ def problem_of(one: Call, arguments: dict[str, Any]) -> str | None:
             given = sum(len(value) for value in arguments.values() if isinstance(value, str))
             if len(text) > 1000 + given:
                 return f"{type(error).__name__} of {len(text)} characters: {text}"
-        except OSError as error:  # of a path that the system refuses, which it names
+        except OSError as error:  # for a path that the system refuses, which the error names
             return None if error.filename else f"OSError without a file: {error}"
         except Exception as error:
             if "no NVIDIA driver" in str(error):  # torch's error for a device that this machine lacks

@@ -1,7 +1,7 @@
-"""Definitions at 300 digits, for the edges where no floating-point oracle can be trusted.
+"""Definitions at 300 digits, for extreme inputs where no floating-point oracle is reliable.
 
 Everything is written directly from the definitions (probabilities as quotients of exponentials, 1 - p as a
-subtraction), and every derivative is a numerical one: at 300 digits neither cancels. So nothing here shares an idea
+subtraction), and every derivative is a numerical one: at 300 digits neither cancels. So the oracle shares no formula
 with the stable forms under test.
 """
 
@@ -61,13 +61,14 @@ def binary_log_odds(s: float, gamma: float, temperature: float = 1.0) -> mpf:
 def log_inverse_map(z: Sequence[float], gamma: float) -> list[mpf]:
     """log q, where the map of q at gamma is softmax(z), gamma > 0: the definition, by bracketed root finding.
 
-    Call it with about 80 digits (``mpmath.workdps``): with all of them it takes seconds per row.
+    Call it with about 80 digits (``mpmath.workdps``): with 300 digits it takes seconds per row.
     """
     p, gamma = softmax([mpf(v) for v in z]), mpf(gamma)
     far = mpf(mpmath.mp.dps)  # 1 - q still has half of the digits there
 
     def class_probability(log_weight):
-        # q / G(q) grows from 0 to infinity; in the log-odds of q its logarithm is nearly two straight lines.
+        # q / G(q) grows from 0 to infinity; as a function of the log-odds of q, its logarithm is nearly two straight
+        # lines.
         def excess(x):
             return mpmath.log(sigmoid(x) / g(sigmoid(x), gamma)) - log_weight
 
@@ -107,7 +108,7 @@ def hessian_product(function, arguments: Sequence[float], direction: Sequence[fl
 
 
 def _shares_of_logit(x: float) -> tuple[mpf, mpf]:
-    """p and 1 - p: at 300 digits the second could be a subtraction, but not at a logit of 1000."""
+    """p and 1 - p. At a logit of 1000 even 300 digits do not suffice for a subtraction."""
     return 1 / (1 + mpmath.exp(-mpf(x))), 1 / (1 + mpmath.exp(mpf(x)))
 
 

@@ -1,9 +1,9 @@
-"""Random cases of every operator against float64: value, all first gradients, and sometimes more.
+"""Random cases of every operator compared with float64: value, all first gradients, and sometimes more.
 
     python tests/random_cases.py --seed 0 --count 1000
-    python tests/random_cases.py --seed 4711 --count 1          one draw again
+    python tests/random_cases.py --seed 4711 --count 1          repeat one draw
     python tests/random_cases.py --only map,sigmoid_focal
-    FOCALKERN_KERNELS=0 python tests/random_cases.py    plain torch; tools/cpu/without_avx512.py makes it AVX2
+    FOCALKERN_KERNELS=0 python tests/random_cases.py    plain torch (see tools/cpu/without_avx512.py for AVX2)
 
 A draw chooses operator, layout, dtype, number of classes (to 300,000), ties, classes at -inf, saturated rows, weights,
 smoothing, soft targets and every kind of gamma. The oracle is `focalkern.reference` in float64, applied to the rounded
@@ -38,7 +38,7 @@ import focalkern as fk
 from focalkern import reference
 from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec
 
-# ---- operators: what is called, and the same in float64 --------------------------------------------------------------
+# ---- operators: the call, and its float64 reference ------------------------------------------------------------------
 
 
 def as_real(value: Any, dtype: torch.dtype) -> Any:
@@ -52,7 +52,7 @@ def row_loss(spec: RowLossSpec) -> Callable[[Draw], Case]:
         dtype = draw.pick("dtype", DTYPES)
         classes = draw_classes(draw)
         z = laid_out(draw, draw_logits(draw, draw_rows(draw, classes), classes, dtype), dtype)
-        if draw.said.get("masked") and not spec.soft_target:  # the next lower class of one at -inf is not defined
+        if draw.said.get("masked") and not spec.soft_target:  # for a class at -inf the next lower class is not defined
             z = z.clamp(min=-50.0)
         soft = spec.soft_target and draw.chance(0.2)
         draw.said["soft"] = soft
@@ -91,7 +91,7 @@ def mmce(draw: Draw) -> Case:
     dtype = draw.pick("dtype", (torch.float32, torch.float64))
     classes = min(draw_classes(draw), 1000)
     # The derivative of |r_i - r_j| jumps where two confidences are equal in the dtype of the computation, so such rows
-    # are left out.
+    # are excluded.
     z = (3 * draw.normal(draw_rows(draw, classes) + 1, classes)).to(dtype)
     confidence, order = z.double().softmax(1).amax(1).sort()
     is_apart = torch.nn.functional.pad(confidence.diff() > 8 * torch.finfo(dtype).eps, (1, 0), value=True)
@@ -193,7 +193,7 @@ def elements(name: str) -> Callable[[Draw], Case]:
         if draw.chance(0.3):
             draw.said["weight"] = True
             options["weight"] = as_real(draw.uniform(x.shape[-1]) + 0.1, dtype)
-        # Near p = t, p - t has no correct digits, and a power of it below 1 not even the right size.
+        # Near p = t, p - t has no correct digits, and a power of it below 1 not even the correct magnitude.
         cancels = name == "quality_focal" and kind == "soft"
         gamma = draw.pick("gamma", (1.0, 2.0, 3.3) if cancels else (0.0, 0.5, 1.0, 2.0, 2.0, 3.3))
         inputs = [x]
@@ -230,7 +230,7 @@ def calibration_map(draw: Draw) -> Case:
     z = draw_logits(draw, draw_rows(draw, classes), classes, dtype).to(dtype)
     kind = draw.pick("input_kind", ("logits", "logits", "logits", "probs"))
     if kind == "probs":
-        if draw.said["logits"] == "near":  # not where the logarithms are too close to tell
+        if draw.said["logits"] == "near":  # not where the logarithms are too close to distinguish
             z = z * 100
         z = z.double().softmax(1).to(dtype)
         z = z[(z.double().sum(1) - 1).abs() < 5e-4]
@@ -311,8 +311,8 @@ def grid(draw: Draw) -> Case:
     gammas, temperatures = [-0.5, 0.0, 1.0, 5.0], [0.5, 1.0, 2.0]
 
     def tables(found: dict[str, Tensor]) -> Tensor:
-        # A sample within rounding of a cut may change its bin, and an ECE counts in steps of such samples.
-        # Confidences that are all 1 are on the first cut of equal_mass_interp, in no bin, if they are 1 to the bit.
+        # A sample within rounding of a cut may change its bin, and an ECE changes in steps of such samples. If all
+        # confidences are bitwise 1, they are on the first cut of equal_mass_interp, in no bin.
         kinds = ("normal",) if estimator == "equal_mass_interp" else ("normal", "leader")
         exact = dtype == torch.float64 and draw.said["logits"] in kinds and not draw.said.get("masked")
         return torch.stack([found[name] for name in ("nll", "brier", "ece") if name != "ece" or exact])
@@ -347,12 +347,12 @@ OPERATORS: dict[str, Callable[[Draw], Case]] = {
     "inverse_map": inverse_map,
     "grid": grid,
 }
-# Frequencies of the draws: kernels with more code paths are drawn more often.
+# Weights of the draws: kernels with more code paths are drawn more often.
 SHARES = {"focal": 5, "poly": 2, "map": 4, "sigmoid_focal": 2}
 
 
 def run(seed: int, only: list[str] | None = None, figures: Figures | None = None) -> str | None:
-    """Checks the draw of a seed: None, or a description of the fault. ``figures`` collects what was found."""
+    """Checks the draw of a seed: None, or a description of the fault. ``figures`` collects the errors."""
     draw, figures = Draw(seed), figures or Figures()
     names = [name for name in OPERATORS for _ in range(SHARES.get(name, 1)) if only is None or name in only]
     name = draw.pick("operator", names)

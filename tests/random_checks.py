@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Relative to the largest number of a row: some roundings of the computation, then one of the result. 1e-6 is the
-# contract of float32; a gradient is a sum of terms of either sign.
+# contract of float32; gradients are sums of terms of either sign.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 SMALLEST = {torch.float64: 1e-300, torch.float32: 1e-36, torch.bfloat16: 1e-36, torch.float16: 2.0**-23}
 
@@ -24,8 +24,8 @@ Errors = dict[str, float]
 
 
 def compare(what: str, found: Tensor, wanted: Tensor, tolerance: float, smallest: float, dim: int | None) -> float:
-    """``wanted`` in float64, with a tolerance relative to the largest number along ``dim`` (to each number for None).
-    Returns the worst relative error; raises MismatchError beyond the tolerance.
+    """Compares ``found`` with ``wanted`` in float64. The tolerance is relative to the largest number along ``dim``, or
+    to each number for None. Returns the worst relative error; raises MismatchError beyond the tolerance.
     """
     if found.shape != wanted.shape:
         raise MismatchError(f"{what}: shape {list(found.shape)}, not {list(wanted.shape)}")
@@ -60,7 +60,7 @@ def check(case: Case, draw: Draw) -> Errors:
     given = case.inputs[0]
     dtype = given.dtype
     ours, theirs = leaves(case.inputs), leaves(case.inputs, torch.float64)
-    # Not from a clone, which closes gaps between rows.
+    # Not from a clone, which removes gaps between rows.
     ours[0] = given.detach().requires_grad_()
     found, wanted = case.ours(*ours), case.oracle(*theirs)
     real = torch.float64 if dtype == torch.float64 else torch.float32
@@ -68,7 +68,7 @@ def check(case: Case, draw: Draw) -> Errors:
     if found.dtype in (torch.float16, torch.bfloat16):
         tolerance = max(tolerance, TOLERANCE[found.dtype])
     rows = -1 if case.rows_last else None
-    # A loss below 1e-6 counts as near 0, as in the tolerance table of the tests.
+    # A loss below 1e-6 counts as near 0, as in the tests' tolerance table.
     near_zero = max(smallest, tolerance * 1e-3, torch.finfo(real).eps if case.cancels else 0.0)
     errors: Errors = {}
     errors["value"] = compare("value", found, wanted, tolerance, near_zero, None if rows is None else wanted.dim() - 1)
@@ -109,7 +109,7 @@ def check(case: Case, draw: Draw) -> Errors:
 
 
 def check_twice(case: Case, draw: Draw) -> Errors:
-    """A product with the Hessian, and the gradient by torch.func. Both oracles are in float64, and so are the cases."""
+    """Compares a product with the Hessian, and the gradient by torch.func. Cases and oracles are in float64."""
     if case.inputs[0].dtype != torch.float64 or not case.twice or case.inputs[0].numel() > 400:
         return {}
     products = []
@@ -149,7 +149,7 @@ def check_twice(case: Case, draw: Draw) -> Errors:
 
 
 class _Calls(TorchDispatchMode):
-    """The operators of focalkern that run, each with the arguments of its first call."""
+    """Records the focalkern operators that run, each with the arguments of its first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Calls(TorchDispatchMode):
 
 
 def check_operators(case: Case) -> list[str]:
-    """Schemas and shapes without values, as torch.compile wants them, of all operators of the case, forward and
+    """Checks the schemas and fake kernels, which torch.compile needs, of all operators of the case, forward and
     backward. Returns their names.
     """
     if case.inputs[0].numel() >= 10000:
@@ -185,7 +185,7 @@ class Figures:
     draws: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     worst: dict[str, dict[str, float]] = field(default_factory=dict)  # by operator, then by kind and dtype
-    checked: set[str] = field(default_factory=set)  # the operators that opcheck has seen
+    checked: set[str] = field(default_factory=set)  # the operators that opcheck has checked
 
     def add(self, operator: str, dtype: torch.dtype, errors: Errors) -> None:
         of_operator = self.worst.setdefault(operator, {})

@@ -18,7 +18,7 @@ VOCABULARY = (32001, 50257, 128256, 300000)
 
 @dataclass
 class Draw:
-    """The choices of a seed. ``said`` is the text that a failure prints."""
+    """The random choices of a seed. ``said`` is the text that a failure prints."""
 
     seed: int
     random: torch.Generator = field(init=False)
@@ -51,15 +51,15 @@ class Draw:
 class Case:
     ours: Callable[..., Tensor]
     oracle: Callable[..., Tensor]
-    inputs: list[Tensor]  # what has gradients
-    condition: float = 1.0  # by how much the operator magnifies rounding
-    cancels: bool = False  # a difference of two numbers near 1 keeps the unit of 1, however small it is
+    inputs: list[Tensor]  # the tensors with gradients
+    condition: float = 1.0  # factor by which the operator magnifies rounding errors
+    cancels: bool = False  # a small difference of two numbers near 1 has the unit of 1
     rows_last: bool = False  # classes are the last dimension of the first input, not the second
     twice: bool = True  # differentiable twice
-    slope_of_log: bool = False  # the gradient of the first input is compared as that of its logarithm
+    slope_of_log: bool = False  # whether the gradient of the first input is compared as that of its logarithm
 
 
-# ---- what is drawn ---------------------------------------------------------------------------------------------------
+# ---- random arguments ------------------------------------------------------------------------------------------------
 
 
 def draw_classes(draw: Draw) -> int:
@@ -86,7 +86,7 @@ def draw_logits(draw: Draw, rows: int, classes: int, dtype: torch.dtype) -> Tens
     elif kind == "constant":
         z = z[:, :1].expand(-1, classes).clone()
     elif kind in ("leader", "denormal"):
-        # Where 1 - p, then p of the others, leave the digits of the type.
+        # Where 1 - p, and then p of the others, fall below the digits of the type.
         low, high = (5.0, 60.0) if kind == "leader" else (700.0, 745.0) if dtype == torch.float64 else (86.0, 105.0)
         place = draw.labels(classes, (rows, 1))
         gap = low + (high - low) * draw.uniform(rows, 1)
@@ -128,7 +128,7 @@ def outer_shape(z: Tensor) -> tuple[int, ...]:
 
 
 def draw_row_target(draw: Draw, z: Tensor, soft: bool) -> Tensor:
-    """Labels, some ignored, at classes that can occur; or probabilities."""
+    """Labels of possible classes, some of them ignored; or class probabilities."""
     shape = outer_shape(z)
     flat = (z if z.dim() == 1 else z.movedim(1, -1)).double()
     if soft:

@@ -11,7 +11,7 @@ from focalkern.reference._softmax_losses import RowLossSpec
 
 
 def takes_tensors(spec: RowLossSpec) -> bool:
-    """Whether gamma may be a tensor with an entry per row: a function takes one, a module does not."""
+    """Whether gamma may be a tensor with an entry per row: functions accept one, modules do not."""
     return hasattr(fk, _definition(spec).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of the two scalings: over-confident samples, a coarse search."""
+"""Samples and a coarse search for the tests of temperature and focal temperature scaling."""
 
 import torch
 
@@ -8,7 +8,7 @@ from focalkern.calibrators import (
 )
 
 BOTH = [TemperatureScaling, FocalTemperatureScaling]
-# 0.05 to 4: wide enough that no optimum of the data below is at an end.
+# 0.05 to 4: wide enough that no optimum of the data below is at a bound.
 COARSE = [index * 0.05 for index in range(1, 81)]
 
 

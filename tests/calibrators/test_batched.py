@@ -1,4 +1,4 @@
-"""Scalings of many networks in one call: those of the calibrators, to the bit; an optimum to eleven digits."""
+"""Scalings of many networks in one call: bitwise those of the calibrators; optima to eleven digits."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_no_step_in_gamma_or_temperature_lowers_the_loss(batch):
 
 
 def test_the_slope_is_zero_there(batch):
-    """The derivative of the NLL in torch, by the mean of the logits under softmax(z / T)."""
+    """The derivative of the NLL, computed in torch from the mean of the logits under softmax(z / T)."""
     logits, labels, _ = batch
     for z, y, temperature in zip(logits.double(), labels, fk.fit_temperatures(logits, labels), strict=True):
         mean = ((z / temperature).softmax(-1) * z).sum(-1)
@@ -69,14 +69,14 @@ def test_the_slope_is_zero_there(batch):
 
 
 def test_the_kernel_and_torch_find_the_same(batch, monkeypatch):
-    """With an impossible class, too."""
+    """The rows include an impossible class."""
     logits, labels, _ = batch
     logits[:, ::3] = logits[:, ::3].scatter(2, ((labels[:, ::3] + 1) % 4).unsqueeze(2), -math.inf)
     found = fk.fit_temperatures(logits, labels)
     pairs = fk.fit_focal_temperatures(logits, labels)
     monkeypatch.setattr("focalkern.calibrators._smooth_losses.map_nll_sums_for", lambda input: fallback.map_nll_sums)
     torch.testing.assert_close(found, fk.fit_temperatures(logits, labels), rtol=1e-11, atol=0)
-    # At an optimum that is flat in a direction, rounding moves it further than the loss.
+    # If an optimum is flat in one direction, rounding moves it further than the loss shows.
     torch.testing.assert_close(pairs, fk.fit_focal_temperatures(logits, labels), rtol=1e-6, atol=1e-7)
 
 

@@ -18,7 +18,7 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, calibration_grid
 
-# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
+# The data are small or odd, so many fits warn; test_calibrators_warnings.py tests the warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 
@@ -43,7 +43,7 @@ def test_the_choice_is_the_first_minimum_of_the_reference(criterion, estimator):
 def test_the_temperature_undoes_a_known_scale():
     logits, target = sample(20_000, scale=2.0)
     calibrator = TemperatureScaling(criterion="nll", temperatures=COARSE).fit(logits, target)
-    # The scatter of the optimum at 20,000 rows is about 0.02; the grid's step is 0.05.
+    # The standard deviation of the optimum at 20,000 rows is about 0.02; the step of the grid is 0.05.
     assert calibrator.temperature_ == pytest.approx(2.0, abs=0.1)
     assert calibrator.gamma_ == 0.0
 
@@ -59,7 +59,7 @@ def test_focal_is_never_worse_than_plain_where_both_were_fitted(criterion, seed)
 
 
 def test_plain_temperature_scaling_wins_ties():
-    """Saturated rows keep the confidence 1 for every gamma and T."""
+    """Saturated rows have confidence 1 at every gamma and T, so all cells tie."""
     logits, target = torch.zeros(20, 4), torch.arange(20) % 4
     logits[:, 0] = 1e4
     calibrator = FocalTemperatureScaling(temperatures=[0.5, 1.0], criterion="ece").fit(logits, target)
@@ -131,7 +131,7 @@ def test_the_module_is_the_map_and_exports(cls):
     calibrator = cls(temperatures=COARSE).fit(logits, target)
     module = calibrator.as_module()
     assert torch.equal(module(logits), calibrator.predict_log_proba(logits))
-    # Half precision of a network must not round the two constants.
+    # Half precision of a network must not round gamma and T.
     assert module.half().temperature == calibrator.temperature_
     network = torch.nn.Sequential(torch.nn.Linear(3, 5), calibrator.as_module()).eval()
     batch = torch.randn(7, 3)
@@ -245,7 +245,7 @@ def test_module_state_travels_with_a_checkpoint(tmp_path):
     assert (other[1].gamma, other[1].temperature) == (0.37, 1.3)
 
 
-# -- what was misread ------------------------------------------------------------------------------------------------
+# -- arguments that are easy to misread --------------------------------------------------------------------------------
 
 
 def test_temperatures_of_the_paper_are_hundredths():

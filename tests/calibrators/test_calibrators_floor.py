@@ -1,4 +1,4 @@
-"""A floor under the probabilities: rows whose target had probability 0 can be fitted, saved, exported."""
+"""A floor under the probabilities: calibrators fit, save and export rows whose target has probability 0."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ kinds = pytest.mark.parametrize("kind", ["logits", "probs"])
 
 
 def votes(n=500, n_classes=4, seed=0):
-    """Logarithms of the shares of ten votes, and labels of which some got none."""
+    """Logarithms of the shares of ten votes; some labels have no vote."""
     rng = np.random.default_rng(seed)
     truth = rng.dirichlet(np.full(n_classes, 0.4), n)
     shares = np.array([rng.multinomial(10, p) for p in truth]) / 10
@@ -56,7 +56,7 @@ def by_hand(logits, floor=FLOOR):
 @kinds
 def test_it_is_the_fit_of_floored_logits(calibrator, kind):
     logits, labels = votes()
-    if calibrator.method == "histogram":  # bins cut between confidences, and rounding would part equal ones
+    if calibrator.method == "histogram":  # the cuts lie between confidences; rounding would split equal ones
         logits = logits + torch.rand(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     input = of_kind(logits, kind)
     found = with_kind(calibrator, kind).fit(input, labels)
@@ -66,7 +66,7 @@ def test_it_is_the_fit_of_floored_logits(calibrator, kind):
     probs = found.predict_proba(input)
     assert probs.numpy() == pytest.approx(plain.predict_proba(by_hand(logits)).numpy(), abs=1e-6)
     assert_close(found.predict_log_proba(input).exp(), probs)
-    if calibrator.method != "histogram":  # whose bins may be right always
+    if calibrator.method != "histogram":  # whose bins may have accuracy 1
         assert bool((probs > 0).all())
     assert_close(found.as_module()(input).exp(), probs)
     assert_close(found.as_module(**({} if calibrator.method == "isotonic" else {"fused": False}))(input).exp(), probs)

@@ -33,8 +33,7 @@ MOST_MEMORY = 16 << 20
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    """A valid file of every method; also with named classes and with one logit per row, where the method supports
-    it."""
+    """A valid file of every method, also with named classes, and with one logit per row where that is supported."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(60, 3, generator=generator, dtype=torch.float64) * 2
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -95,7 +94,7 @@ ROWS = torch.tensor([[0.3, -1.0, 2.0], [0.0, 0.0, 0.0], [50.0, -50.0, 0.0], [1e4
 
 
 def check_predictions(calibrator):
-    """Logits of ordinary, saturated, tied and masked rows, in float32 and float64."""
+    """Ordinary, saturated, tied and masked rows of logits, in float32 and float64."""
     n_classes = calibrator.n_classes_
     if n_classes > 64:
         return
@@ -130,13 +129,13 @@ def test_a_forged_file_predicts_probabilities_or_is_refused(documents, tmp_path)
                 refused = str(error)
             except Exception as error:
                 raise AssertionError(f"{type(error).__name__}: {error}, of {data[:3000]!r}") from error
-            # An error of predict would begin with the name of the calibrator.
+            # An error of predict begins with the name of the calibrator.
             assert refused is None or (refused.startswith(str(path)) and "\n" not in refused), data
             loaded += refused is None
             assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY, data
     finally:
         tracemalloc.stop()
-    assert 300 < loaded < 2700  # both happen
+    assert 300 < loaded < 2700  # both outcomes occur
 
 
 @pytest.mark.parametrize("n_classes", [200_000_000, 2**31, 10**30])
@@ -157,7 +156,7 @@ def test_a_file_that_says_it_is_large_takes_no_memory(documents, n_classes, tmp_
 
 
 def test_a_table_of_steps_is_no_larger_than_its_file(tmp_path):
-    """Many classes of one step and one class of many steps."""
+    """Many classes with one step, and one class with many steps."""
     few, many = {"from": [0.5], "to": [0.5]}, {"from": [k / 2e4 for k in range(20_000)], "to": [0.5] * 20_000}
     document = {
         "format": "focalkern-calibrator",

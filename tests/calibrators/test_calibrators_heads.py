@@ -20,7 +20,7 @@ from focalkern.calibrators import (
     per_class_report,
 )
 
-# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
+# The data are small or odd, so many fits warn; test_calibrators_warnings.py tests the warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 

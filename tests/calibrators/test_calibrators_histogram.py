@@ -1,4 +1,4 @@
-"""Histogram binning: the bins against a loop, samples on their edges, and changed predictions."""
+"""Histogram binning: bins compared with a loop, samples on edges, and changed predictions."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from focalkern.calibrators import (
     load_calibrator,
 )
 
-# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
+# The data are small or odd, so many fits warn; test_calibrators_warnings.py tests the warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 
@@ -31,7 +31,7 @@ def sample(n=400, n_classes=5, scale=2.0, seed=0, dtype=torch.float64):
 
 
 def by_loop(probs, target, n_bins, binning):
-    """Edges and values from the definition, one bin after the other."""
+    """Edges and values by the definition, bin by bin."""
     confidence, top = probs.max(1), probs.argmax(1)
     if binning == "equal_width":
         edges = [k / n_bins for k in range(n_bins + 1)]
@@ -45,7 +45,7 @@ def by_loop(probs, target, n_bins, binning):
     return edges, values
 
 
-# One bin, a few, the default, and more than the data fill.
+# One bin, a few, the default, and more bins than the data fill.
 @pytest.mark.parametrize("n_bins", [1, 4, 15, 60])
 @pytest.mark.parametrize("binning", ["equal_width", "equal_mass"])
 def test_bins_and_rows_are_those_of_a_loop(binning, n_bins):
@@ -77,7 +77,7 @@ def test_bins_and_rows_are_those_of_a_loop(binning, n_bins):
 def test_on_its_own_data_the_calibration_error_is_gone(binning, dtype):
     logits, target = sample(500, scale=3.0, dtype=dtype)
     calibrator = HistogramBinning(n_bins=10, binning=binning).fit(logits, target)
-    # Rows of one bin have one confidence, which is their accuracy.
+    # All rows of a bin have the same confidence, which is their accuracy.
     confidence = calibrator.predict_log_proba(logits.double() if dtype == torch.float64 else logits.float())
     confidence = confidence.gather(1, logits.argmax(-1, keepdim=True)).squeeze(1).exp()
     correct = logits.argmax(-1) == target
@@ -108,7 +108,7 @@ def test_equal_confidences_stay_together():
     probs = np.array([[0.6, 0.4]] * 6 + [[0.8, 0.2]] * 2)
     target = np.array([0, 0, 0, 1, 1, 1, 0, 0])
     calibrator = HistogramBinning(n_bins=4, binning="equal_mass", input_kind="probs").fit(probs, target)
-    # The cuts fall at 0.6, 0.6 and between 0.6 and 0.8: the bin from 0.6 to 0.6 has no width and no rows.
+    # The cuts fall at 0.6, 0.6 and between 0.6 and 0.8: the bin from 0.6 to 0.6 has width 0 and no rows.
     assert calibrator.edges_.tolist() == pytest.approx([0, 0.6, 0.6, 0.7, 1])
     assert calibrator.counts_.tolist() == [6, 0, 0, 2]
     assert calibrator.values_[[0, 3]].tolist() == [0.5, 1.0]
@@ -121,10 +121,10 @@ def test_confidences_outside_those_of_fit():
     assert outside[:, 0].tolist() == [1.0, 1.0, 1.0]
 
 
-# A float32 log-probability near -2000 is known to 2000 units in the 24th bit.
+# The unit in the last place of a float32 near -2000 is 1.2e-4.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2000 * 2.0**-24)])
 def test_saturated_rows_share_the_rest_by_their_logits(dtype, tolerance):
-    """Probabilities of exp(-2000) underflow, and their ratio is still there in the logits."""
+    """Probabilities of exp(-2000) underflow, but the logits still have their ratio."""
     logits = torch.tensor([[2000.0, 1.0, 0.0]] * 4, dtype=dtype)
     calibrator = HistogramBinning(n_bins=3).fit(logits, torch.tensor([0, 0, 0, 1]))
     found = calibrator.predict_proba(logits[0])
@@ -332,8 +332,9 @@ def test_bad_data_are_named_and_leave_the_fitted_bins():
 
 
 def test_the_bins_are_those_of_netcal_on_confidences():
-    """netcal bins one confidence against "was it right" as this does the top class; its bins are (lo, hi] when applied
-    and [lo, hi) when fitted, so that confidences must not lie on an edge. (Its equal-mass bins cannot be applied.)"""
+    """netcal bins the confidence of a binary problem, here whether the top class is correct. Its bins are (lo, hi] in
+    transform and [lo, hi) in fit, so no confidence may lie on an edge. (Its equal-mass bins cannot be applied to new
+    rows.)"""
     binning = peer("netcal.binning")
     logits, target = sample(500, scale=3.0)
     ours = HistogramBinning(n_bins=10, binning="equal_width").fit(logits, target)

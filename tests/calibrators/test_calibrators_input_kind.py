@@ -1,4 +1,4 @@
-"""Inputs of the wrong kind: probabilities, percentages and decisions where logits are expected."""
+"""Inputs of the wrong kind: probabilities, percentages and one-hot rows instead of logits."""
 
 import copy
 import pickle
@@ -49,7 +49,7 @@ def test_probabilities_are_refused_unless_logits_was_said(calibrator, dtype):
     assert torch.equal(fitted.predict_proba(logits), before)
     said = copy.deepcopy(calibrator).set_params(input_kind="logits")
     assert said.fit(probs, target).predict_proba(probs[:1]).shape == (1, 4)
-    # One row may look like anything, and a prediction is not asked.
+    # A prediction is not checked, because one row alone does not show its kind.
     assert fitted.predict_proba(probs[:1]).shape == (1, 4)
 
 

@@ -1,5 +1,4 @@
-"""Temperature scaling by the derivative of the NLL: the optimum against other optimizers, and data without an
-optimum."""
+"""Temperature scaling by the derivative of the NLL: compared with other optimizers, and data without an optimum."""
 
 import math
 import sys
@@ -14,7 +13,7 @@ import focalkern as fk
 from focalkern import fallback
 from focalkern.calibrators import TEMPERATURE_BOUNDS, TemperatureScaling
 
-# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
+# The data are small or odd, so many fits warn; test_calibrators_warnings.py tests the warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 LOW, HIGH = TEMPERATURE_BOUNDS
@@ -33,8 +32,8 @@ def nll(logits, target, temperature):
     return -log_probs.gather(1, target.unsqueeze(1)).mean().item()
 
 
-# Optima from 2e-3 to 2e3, two classes and a thousand, one row more than the float64 blocks hold is left to
-# test_rows_are_looked_at_in_blocks.
+# Optima from 2e-3 to 2e3, with two classes and with a thousand. test_rows_are_looked_at_in_blocks has more rows than
+# one float64 block.
 @pytest.mark.parametrize("scale", [1e-3, 0.3, 1.0, 7.0, 1e3])
 @pytest.mark.parametrize(("n", "n_classes"), [(300, 2), (300, 10), (200, 1000)])
 def test_the_optimum_is_that_of_scipy(scale, n, n_classes):
@@ -137,7 +136,7 @@ def mean_confidence(logits, temperature):
 @pytest.mark.parametrize("rows", [3, 100])
 def test_separable_data_end_where_so_many_rows_justify_it(scale, rows):
     """Laplace's rule: the expected accuracy on new rows is (N + 1) / (N + 2). T stops where the mean confidence equals
-    it."""
+    this value."""
     logits, _ = sample(rows, scale=scale)
     calibrator = TemperatureScaling().fit(logits, logits.argmax(-1))
     assert LOW < calibrator.temperature_ < HIGH
@@ -152,7 +151,7 @@ def test_separable_data_end_where_so_many_rows_justify_it(scale, rows):
 
 
 def test_one_mistake_is_an_optimum_again():
-    """The bound is for rows without one: a row that is wrong by much keeps T away from 0."""
+    """The bound applies only to separable rows: a row with a large error keeps T away from 0."""
     logits, _ = sample(100)
     target = logits.argmax(-1)
     target[0] = logits[0].argmin(-1)
@@ -171,7 +170,7 @@ def test_the_bound_counts_a_row_as_often_as_its_weight_says():
 
 
 def test_rows_with_one_possible_class_are_sure_of_it():
-    """These rows have confidence 1 at every temperature; the bound comes from the others."""
+    """Rows with one possible class have confidence 1 at every temperature, so the other rows determine the bound."""
     logits, _ = sample(50)
     sure = torch.full((50, logits.shape[1]), -torch.inf, dtype=logits.dtype)
     sure[:, 0] = 0
@@ -183,7 +182,7 @@ def test_rows_with_one_possible_class_are_sure_of_it():
 def test_a_tie_at_the_top_is_separable_too():
     logits = torch.tensor([[2.0, 2.0, 0.0], [0.0, 1.0, 5.0]])
     calibrator = TemperatureScaling().fit(logits, torch.tensor([1, 2]))
-    # No temperature has more than (1/2 + 1) / 2, which is what two rows justify.
+    # No temperature gives a mean confidence above (1/2 + 1) / 2, which is what two rows justify.
     assert calibrator.temperature_ == LOW
     assert calibrator.best_value_ == pytest.approx(math.log(2) / 2)
 
@@ -217,9 +216,10 @@ def test_logits_that_say_nothing_keep_the_temperature():
 @pytest.mark.parametrize("label", [0, 1, 2])
 def test_one_row(label):
     calibrator = TemperatureScaling().fit(torch.tensor([[3.0, 1.0, -8.0]]), torch.tensor([label]))
-    # Largest: separable. Below the mean: worse than chance. Between: an optimum inside, where E[z] = 1.
+    # Target with the largest logit: separable. Below the mean: worse than chance. Between: an inner optimum, where E[z]
+    # = 1.
     assert (bool(calibrator.at_border_), calibrator.temperature_ == HIGH) == (label != 1, label == 2)
-    if label == 0:  # one row, and right: of the next, two in three
+    if label == 0:  # one row, correct: the expected accuracy of the next is two in three
         assert float(calibrator.predict_proba(torch.tensor([[3.0, 1.0, -8.0]])).max()) == pytest.approx(2 / 3)
     if label == 1:
         q = torch.tensor([3.0, 1.0, -8.0], dtype=torch.float64).div(calibrator.temperature_).softmax(-1)
@@ -240,7 +240,7 @@ def test_classes_that_cannot_occur_are_left_out():
     masked = logits.clone()
     masked[torch.arange(200), (target + 1) % 5] = -math.inf
     calibrator = TemperatureScaling().fit(masked, target)
-    # A class with probability 0 after rounding, at any temperature.
+    # A class whose probability rounds to 0 at every temperature.
     near = masked.masked_fill(masked == -math.inf, -1e7)
     assert calibrator.temperature_ == pytest.approx(TemperatureScaling().fit(near, target).temperature_, rel=1e-9)
 
@@ -298,7 +298,7 @@ def test_the_temperature_is_scikit_learns():
             return self.classes_[X.argmax(1)]
 
     logits, target = sample(500, 4, scale=3.0)
-    # Logits far from [0, 1] cannot be mistaken for probabilities.
+    # Logits far outside [0, 1] cannot be mistaken for probabilities.
     z, y = logits.numpy(), target.numpy()
     theirs = calibration.CalibratedClassifierCV(frozen.FrozenEstimator(Given().fit(z, y)), method="temperature").fit(
         z, y
@@ -309,10 +309,11 @@ def test_the_temperature_is_scikit_learns():
     assert ours.predict_proba(z) == pytest.approx(theirs.predict_proba(z), abs=1e-6)
 
 
-@pytest.mark.kernels  # plain torch converts blocks larger than these rows
+@pytest.mark.kernels  # plain torch converts blocks that are larger than these rows
 @pytest.mark.parametrize("criterion", ["nll", "brier"])
 def test_a_fit_makes_no_copy_of_its_rows_in_float64(criterion):
-    """Memory beyond the input: blocks, and numbers per row. ``benchmarks.speed.fit_memory`` measures the process."""
+    """Memory beyond the input is limited to blocks and a few numbers per row. ``benchmarks.speed.fit_memory`` measures
+    the process."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

@@ -20,7 +20,7 @@ from focalkern.calibrators import (
 
 
 def rows(n_classes):
-    """Ordinary, saturated, tied, and with classes that cannot occur."""
+    """Ordinary, saturated and tied rows, and rows with impossible classes."""
     torch.manual_seed(3)
     logits = torch.randn(40, n_classes) * torch.logspace(-3, 3, 40).unsqueeze(1)
     logits[0] = 0
@@ -32,14 +32,14 @@ def rows(n_classes):
 
 
 def compare(name, found, expected):
-    """exp and log of onnxruntime are its own, and log1p(x) becomes log(1 + x), which rounds near 0."""
+    """onnxruntime has its own exp and log, and the export turns log1p(x) into log(1 + x), which loses digits near 0."""
     infinite = np.isinf(expected)
     assert np.array_equal(np.where(infinite, expected, 0), np.where(np.isinf(found), found, 0)), name
     assert found[~infinite] == pytest.approx(expected[~infinite], rel=2e-6, abs=2e-6), name
 
 
 class Everything(torch.nn.Module):
-    """The modules in one export, which takes seconds."""
+    """All modules in one export, because each export takes seconds."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Everything(torch.nn.Module):
         vector = torch.linspace(0.6, 1.4, 6, dtype=torch.float64)
         matrix = torch.diag(vector) + 0.1 * torch.sin(torch.arange(36, dtype=torch.float64)).view(6, 6)
         bias = torch.cos(torch.arange(6, dtype=torch.float64))
-        # Each class has another number of points; one class has a single one.
+        # Each class has a different number of points; one class has a single one.
         steps = [(np.linspace(0, 1, 2 + k), np.linspace(0.01 * k, 1 - 0.1 * k, 2 + k) ** 2) for k in range(5)]
         steps.append((np.array([0.4]), np.array([0.2])))
         curve = torch.tensor([[-6.0, -2.0, -1.5, 0.5, 3.0], [0.3, 0.0, -0.1, 0.6, 2.0]], dtype=torch.float64)
@@ -91,19 +91,19 @@ def test_what_onnxruntime_computes_is_what_the_modules_compute(tmp_path):
     peer("onnx"), peer("onnxscript")
     runtime = peer("onnxruntime")
     module = Everything().eval()
-    # A probability below the smallest normal number has lost its digits, here and there.
+    # A probability below the smallest normal number has no digits to compare, in both implementations.
     logits, probs = rows(6), rows(6).softmax(-1)
     probs = torch.where(probs < torch.finfo(torch.float32).tiny, 0.0, probs)
     dim = torch.export.Dim("rows")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own, of deprecated parts of torch
+        warnings.simplefilter("ignore")  # warnings of the exporter about deprecated parts of torch
         torch.onnx.export(
             module,
             (logits[:5], probs[:5]),
             tmp_path / "everything.onnx",
             dynamo=True,
             verbose=False,
-            optimize=False,  # by far the longest step
+            optimize=False,  # by far the slowest step
             dynamic_shapes=({0: dim}, {0: dim}),
         )
     session = runtime.InferenceSession(tmp_path / "everything.onnx", providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""Structured scaling and isotonic regression: against definitions and peers, saved, exported, at the edges."""
+"""Structured scaling and isotonic regression: compared with definitions and peers, saved, exported, and on odd data."""
 
 import importlib.metadata
 import itertools
@@ -29,7 +29,7 @@ ALL = [
 
 
 def sample(n=600, n_classes=4, seed=0, dtype=torch.float64):
-    """Logits that are too large, shifted and mixed up: a matrix undoes it."""
+    """Logits after scaling, shifts and a mixture of classes, which a matrix inverts."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -82,14 +82,14 @@ def test_weight_and_bias_minimise_the_penalised_likelihood(kind, n_classes):
 
 @pytest.fixture
 def probmetrics():
-    peer("numba")  # which it imports
+    peer("numba")  # a package that it imports
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit.script will go
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
         return peer("probmetrics.calibrators")
 
 
 def like_a_network(seed):
-    """Rows, labels: sure of a class that is right in three quarters of the rows; some classes are seldom seen."""
+    """Rows and labels: confident in a class that is correct in three quarters of the rows; some classes are rare."""
     generator = torch.Generator().manual_seed(seed)
     target = (torch.rand(1500, generator=generator).square() * 20).long()
     seen = torch.where(torch.rand(1500, generator=generator) < 0.75, target, target.roll(1))
@@ -170,7 +170,7 @@ def test_a_large_penalty_leaves_temperature_scaling():
     logits, target = sample(300)
     calibrator = StructuredScaling(penalty=1e9).fit(logits, target)
     plain = TemperatureScaling().fit(logits, target).predict_proba(logits)
-    # Except for the floor, a share of 1 / 301.
+    # Except for the floor, which is a share of 1 / 301.
     assert float((calibrator.predict_proba(logits) - plain).abs().max()) < 1 / 301
 
 
@@ -257,7 +257,7 @@ def test_what_comes_in_goes_out_saved_and_exported(calibrator, dtype, tmp_path):
 
     module = calibrator.as_module()
     assert_close(module(logits).exp(), probs)
-    assert_close(module.half().double()(logits).exp(), probs)  # numbers that are never rounded
+    assert_close(module.half().double()(logits).exp(), probs)  # numbers that a cast to half precision must not round
     if dtype == torch.float32:
         network = torch.nn.Sequential(torch.nn.Linear(3, 4), calibrator.as_module()).eval()
         batch = torch.randn(7, 3)
@@ -269,7 +269,7 @@ def test_what_comes_in_goes_out_saved_and_exported(calibrator, dtype, tmp_path):
 
 
 def arguments_of(module):
-    """A state dict of another module with the same shapes."""
+    """Whether a state dict of another module with the same shapes is refused."""
     if hasattr(module, "points"):
         c, m = module.points.shape
         return [(np.linspace(0, 1, m), np.linspace(0, 1, m))] * c, 0.5

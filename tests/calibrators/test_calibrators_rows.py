@@ -1,4 +1,4 @@
-"""Arguments of fit: weights that are repeated rows, labels of every kind, rows left out, and dense predictions."""
+"""Arguments of fit: weights as repeated rows, labels of every kind, ignored rows, and predictions of pixels."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ CALIBRATORS = [
     ),
     HistogramBinning(n_bins=4, binning="equal_width", scaling=TemperatureScaling()),
     HistogramBinning(n_bins=3),
-    StructuredScaling(kind="vector", solver="lbfgs"),  # weights are nothing for the other one
+    StructuredScaling(kind="vector", solver="lbfgs"),  # the other one takes no weights
     StructuredScaling(kind="matrix", focal=True, solver="lbfgs"),
     IsotonicCalibration(),
     *(SplineScaling(kind=kind) for kind in ("scalar", "vector", "matrix")),
@@ -60,7 +60,7 @@ def test_weights_are_repeated_rows(calibrator):
     times = torch.arange(150) % 4
     repeated = copy(calibrator).fit(logits.repeat_interleave(times, 0), target.repeat_interleave(times))
     weighted = copy(calibrator).fit(logits, target, times.numpy())
-    # Bins of equal mass are cut between rows, and a row that is repeated may lie on both sides.
+    # Bins of equal mass are cut between rows, and copies of a row may lie on both sides of a cut.
     close = 0.1 if calibrator.method == "histogram" and calibrator.binning == "equal_mass" else 2e-5
     found, expected = weighted.predict_proba(logits), repeated.predict_proba(logits)
     assert found.numpy() == pytest.approx(expected.numpy(), abs=close)
@@ -75,7 +75,7 @@ def test_the_weighted_ece_is_that_of_repeated_rows(estimator):
     rng = np.random.default_rng(0)
     confidence, correct = rng.random(60), rng.random(60) < 0.6
     times = rng.integers(1, 5, 60)
-    times[0] += -times.sum() % 6  # sizes of equal-mass bins do not differ
+    times[0] += -times.sum() % 6  # with equal bin sizes
     share = torch.from_numpy(times / times.sum())
     found = weighted_ece(torch.from_numpy(confidence), torch.from_numpy(correct.astype(float)), share, 6, estimator)
     expected = fk.metrics.expected_calibration_error(
@@ -225,7 +225,7 @@ def test_segmentation_maps(calibrator, tmp_path):
     found.save(tmp_path / "calibrator.json")
     assert json.loads((tmp_path / "calibrator.json").read_text())["fit"]["dense"] is True
     assert_close(load_calibrator(tmp_path / "calibrator.json").predict_proba(dense), expected)
-    # A weight for every image, or for every place.
+    # A weight per image, or per pixel.
     by_image, by_place = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0]).reshape(2, 1, 1).expand(2, 4, 5)
     one, other = (copy(calibrator).fit(dense, maps, weight, ignore_index=255) for weight in (by_image, by_place))
     assert torch.equal(one.predict_proba(dense), other.predict_proba(dense))

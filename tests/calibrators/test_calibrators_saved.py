@@ -1,4 +1,4 @@
-"""Calibrators in files: saved, loaded, refused."""
+"""Calibrator files: saving, loading, and errors of invalid files."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from focalkern.calibrators import (
     load_calibrator,
 )
 
-# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
+# The data are small or odd, so many fits warn; test_calibrators_warnings.py tests the warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 

@@ -1,4 +1,4 @@
-"""The searches of focal temperature scaling: each against an independent optimum, and its number of evaluations."""
+"""The searches of focal temperature scaling: compared with independent optima, and the number of evaluations."""
 
 import math
 
@@ -17,7 +17,7 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 
-# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
+# The data are small or odd, so many fits warn; test_calibrators_warnings.py tests the warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 SEARCHES = ["grid", "line", "refine", "nll", "brier"]
@@ -38,7 +38,7 @@ def nll(logits, target, gamma, temperature):
 
 
 def few(search):
-    """Axes that do not take long, where the search has any."""
+    """Small axes, if the search takes axes."""
     if search in ("nll", "brier"):
         return {"criterion": search}
     return {"temperatures": [0.5 * index for index in range(1, 10)]}
@@ -47,7 +47,7 @@ def few(search):
 # -- nll -------------------------------------------------------------------------------------------------------------
 
 
-# The scatter of gamma and T over seeds at 20,000 rows is a few percent.
+# The standard deviation of gamma and T over seeds at 20,000 rows is a few percent.
 @pytest.mark.parametrize(("gamma", "temperature"), [(0.0, 1.0), (1.0, 1.5), (-0.4, 0.7), (-0.4, 20.0), (3.0, 0.05)])
 def test_nll_finds_the_parameters_that_made_the_labels(gamma, temperature):
     logits, target = sample(20_000, 4, gamma, temperature)
@@ -72,7 +72,8 @@ def test_nll_is_the_minimum_of_the_reference(n_classes, seed):
     assert calibrator.best_value_ == pytest.approx(value(point), rel=1e-12)
     slope = [(value(point + step) - value(point - step)) / 2e-4 for step in np.eye(2) * 1e-4]
     assert slope == pytest.approx([0, 0], abs=1e-7)
-    # No lower value elsewhere: in a wide coarse grid, and in a search without derivatives from its best cell.
+    # No lower value exists elsewhere: neither in a wide coarse grid, nor by a search without derivatives from its best
+    # cell.
     gammas, temperatures = np.expm1(np.linspace(-3, 4, 12)), calibrator.temperature_ * np.geomspace(0.1, 10, 15)
     table = reference.calibration_grid(logits, target, gammas.tolist(), temperatures.tolist(), criteria=("nll",))["nll"]
     assert calibrator.best_value_ <= float(table.min())
@@ -106,7 +107,7 @@ def test_nll_without_an_optimum_in_t_is_temperature_scaling(labels):
 
 
 def test_nll_where_gamma_says_nothing_keeps_zero():
-    """Two values of confidence and a symmetric situation leave one parameter too many."""
+    """Rows with only two confidences, symmetric to each other, determine only one of the two parameters."""
     logits = torch.tensor([[1.0, -1.0]] * 8, dtype=torch.float64)
     calibrator = FocalTemperatureScaling(search="nll").fit(logits, torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]))
     assert calibrator.best_value_ == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
@@ -122,7 +123,7 @@ def test_a_bound_of_gamma_is_said(gamma, bound, words, monkeypatch):
     assert calibrator.at_border_ == (
         f"gamma = {bound:g} is the {words} bound of the search: the NLL falls all the way to it",
     )
-    # For this gamma, T is the optimum.
+    # At this gamma, T is the optimum.
     best = calibrator.best_value_
     for factor in (0.999, 1.001):
         assert best < nll(logits, target, calibrator.gamma_, calibrator.temperature_ * factor)
@@ -177,7 +178,7 @@ def test_brier_is_the_minimum_of_the_reference(n_classes, seed, focal):
     box = [np.log(TEMPERATURE_BOUNDS), np.log1p(GAMMA_BOUNDS)][: len(start)]
     other = optimize.minimize(value, start, method="Nelder-Mead", bounds=box, options={"xatol": 1e-7, "fatol": 1e-13})
     assert calibrator.best_value_ <= other.fun + 1e-12
-    # For a proper loss a grid finds no lower value.
+    # The score is proper, so a grid has no lower value.
     grid = cls(criterion="brier", search="grid").fit_quietly(logits, target)
     assert calibrator.best_value_ <= grid.best_value_ + 1e-12
 
@@ -186,7 +187,7 @@ def test_brier_is_the_minimum_of_the_reference(n_classes, seed, focal):
 def test_brier_without_an_optimum_ends_at_a_bound(labels):
     logits, _ = sample(100)
     target = getattr(logits, labels)(-1)
-    bound = TemperatureScaling().fit(logits, target).temperature_  # the same: it is no matter of the criterion
+    bound = TemperatureScaling().fit(logits, target).temperature_  # the rows determine the bound, not the criterion
     for cls in (TemperatureScaling, FocalTemperatureScaling):
         calibrator = cls(criterion="brier").fit(logits, target)
         assert (calibrator.gamma_, calibrator.temperature_) == (0.0, bound)

@@ -1,4 +1,4 @@
-"""Spline scaling as a calibrator: invariances, order, edges, files, modules, and rows that are calibrated already."""
+"""Spline scaling as a calibrator: invariances, order, odd data, files, modules, and calibrated rows."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def test_rows_classes_and_constants_change_nothing(calibrator):
     expected = copy(calibrator).fit(logits, target).predict_log_proba(logits)
 
     def assert_same(found):
-        # L-BFGS goes the same way up to rounding, which its steps amplify.
+        # L-BFGS takes the same steps up to rounding, which the steps amplify.
         assert found.numpy() == pytest.approx(expected.numpy(), abs=1e-10 if calibrator.kind == "scalar" else 1e-7)
 
     order = torch.randperm(400, generator=torch.Generator().manual_seed(1))
@@ -69,7 +69,7 @@ def test_the_scale_of_the_logits_is_that_of_the_temperature():
 
 
 def assert_order_is_kept(input, probs):
-    """Equal inputs have equal outputs to the bit, larger inputs never smaller ones."""
+    """Equal inputs have bitwise equal outputs, and larger inputs never smaller outputs."""
     order = input.argsort(-1)
     input, probs = input.gather(-1, order), probs.gather(-1, order)
     step = probs.diff(dim=-1)
@@ -130,7 +130,7 @@ def test_a_masked_logit_has_probability_zero(calibrator):
 
 @pytest.mark.parametrize("calibrator", ALL, ids=repr)
 def test_a_probability_of_zero_is_a_small_one(calibrator):
-    """Votes of trees: a class without a vote is possible, and the target of some rows."""
+    """Votes of trees: a class without a vote is still possible, and is the target of some rows."""
     logits, target = draw(500, 4)
     votes = torch.multinomial(logits.softmax(-1), 10, replacement=True, generator=torch.Generator().manual_seed(0))
     probs = torch.nn.functional.one_hot(votes, 4).double().mean(1)
@@ -139,7 +139,7 @@ def test_a_probability_of_zero_is_a_small_one(calibrator):
     found = fitted.predict_proba(probs)
     assert float(found.min()) > 0
     assert nll(found.log(), target) < 1.2
-    # The logarithms as logits say the same, because their labels show that -inf is not impossible.
+    # Their logarithms as logits give the same fit, because the labels show that -inf does not mean impossible.
     with pytest.warns(fk.CalibrationWarning, match="its label at a logit of -inf"):
         of_logs = copy(calibrator).fit(probs.log(), target)
     assert not of_logs.masks_
@@ -191,7 +191,7 @@ def test_random_labels_leave_no_less_than_chance(kind):
     ("n_rows", "scalar", "vector"), [(50, 0.025, 0.03), (200, 0.012, 0.015), (1000, 0.002, 0.008), (5000, 0.001, 0.004)]
 )
 def test_rows_that_are_calibrated_stay_so(n_rows, scalar, vector):
-    """Mean excess of the NLL over the truth, where labels are drawn from softmax(z)."""
+    """The mean excess of the NLL over that of the true probabilities; labels are drawn from softmax(z)."""
     for kind, bound in (("scalar", scalar), ("vector", vector)):
         excess = []
         for n_classes in (2, 10, 100):
@@ -255,7 +255,7 @@ def test_what_comes_in_goes_out_saved_and_exported(calibrator, dtype, tmp_path):
 
     module = calibrator.as_module()
     assert module(logits).numpy() == pytest.approx(log_probs.numpy(), rel=0, abs=1e-12)
-    assert_close(module.half().double()(logits), log_probs)  # numbers that are never rounded
+    assert_close(module.half().double()(logits), log_probs)  # numbers that a cast to half precision must not round
     program = torch.export.export(module, (logits,))
     assert program.module()(logits).numpy() == pytest.approx(log_probs.numpy(), **close)
     loss = -module(logits.requires_grad_()).gather(1, target.unsqueeze(1)).mean()

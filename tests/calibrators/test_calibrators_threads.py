@@ -1,4 +1,4 @@
-"""Calibrators that several threads fit and read at once give the results of one thread, to the bit."""
+"""Several threads that fit and use calibrators at the same time get bitwise the results of one thread."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""One rule for every calibrator: -inf is impossible, NaN and +inf are errors, ties and order stay."""
+"""Rules for every calibrator: -inf means impossible, NaN and +inf are errors, and ties and order are kept."""
 
 import math
 import pickle
@@ -18,7 +18,7 @@ KEEP_THE_ORDER = {
     "temperature": fk.TemperatureScaling,
     "temperature by a grid": lambda **options: fk.TemperatureScaling(temperatures=[0.5, 1.0, 2.0], **options),
     "focal": fk.FocalTemperatureScaling,
-    # Its default candidates put a floor under probabilities of 0.
+    # Its default candidates apply a floor to probabilities of 0.
     "auto": lambda **options: fk.AutoCalibrator({"plain": fk.TemperatureScaling(**options)}, folds=2, **options),
 }
 EVERY = {
@@ -37,7 +37,7 @@ kinds = pytest.mark.parametrize("kind", ["logits", "probs"])
 
 
 def sample(n=400, n_classes=5, seed=0):
-    """Logits that are too large, and in every row a class or more that cannot occur."""
+    """Over-confident logits; every row has at least one impossible class."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -131,7 +131,7 @@ def test_a_row_that_is_no_distribution_is_named_everywhere(make, kind, value, wo
         if value is not None:
             with pytest.raises(ValueError, match=f"^{name}: logits must .*{words}"):
                 call(bad.numpy())
-    # Rows that do not count may be anything, and the number of a row is that of the caller.
+    # Rows that do not count may hold anything, and row numbers in errors are those of the caller.
     weight = torch.ones(400)
     weight[:7], bad[:3] = 0, math.nan
     with pytest.raises(ValueError, match="at row 7"):
@@ -166,7 +166,7 @@ def test_a_label_that_is_no_number_is_named_everywhere(kind):
 
 
 def with_ties(n=3000, n_classes=4):
-    """Votes of trees, half-precision logits: equal largest entries, and some that differ by one unit."""
+    """Votes of trees and half-precision logits: largest entries that are equal or differ by one unit."""
     rng = np.random.default_rng(0)
     votes = rng.multinomial(10, rng.dirichlet(np.ones(n_classes), n)) / 10
     with np.errstate(divide="ignore"):
@@ -211,7 +211,7 @@ def test_what_changes_the_order_says_so():
     ],
 )
 def test_the_module_is_made_once_for_a_fit(make, monkeypatch):
-    """A regression of 1000 classes takes 40 ms to lay out, and 0.2 ms for a row."""
+    """To build the module of a regression with 1000 classes takes 40 ms, a row 0.2 ms."""
     logits, target = sample()
     calibrator = make().fit(logits, target)
     kind = type(calibrator._module())

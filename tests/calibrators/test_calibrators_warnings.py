@@ -1,4 +1,4 @@
-"""The warning of a fit: when, in which words, once, and that its remedy helps."""
+"""The warning of a fit: its cause, its words, that it appears once, and that its remedy works."""
 
 import math
 import pathlib
@@ -31,7 +31,7 @@ def mean_losses(logits, target, gamma=0.0, temperature=1.0):
 
 
 def said(calibrator, *rows):
-    """The words of the one warning of a fit."""
+    """The text of a fit's only warning."""
     with pytest.warns(fk.CalibrationWarning) as caught:
         calibrator.fit(*rows)
     (one,) = caught
@@ -65,7 +65,7 @@ def test_labels_that_cannot_be_right_are_said_once(calibrator):
     kept = target < 4
     words = said(calibrator, logits[kept], target[kept] + 1)
     assert words.count("if the labels are one too high (the first class is 0)") == 1
-    # Only fit warns: a study, which fits its folds quietly, warns once for all its rows.
+    # Only fit warns. A study fits its folds quietly and warns once for all its rows.
     assert not any(
         "too high" in warning for warning in calibrator.fit_quietly(logits[kept], target[kept] + 1).warnings_
     )
@@ -98,7 +98,7 @@ def test_a_wider_grid_holds_the_cells_it_began_with():
     assert_close(table[:2], narrow.grid_.tables["nll"][0])
     assert len(temperatures) == len(table) == len(set(temperatures.tolist())) == wide.n_cells_
     assert wide.best_value_ == float(table.min())
-    # It also widens downwards, and only as far as needed.
+    # The search also widens downwards, and only as far as needed.
     low = TemperatureScaling(temperatures=[4.0, 5.0], widen=True).fit(*rows)
     assert low.temperature_ == pytest.approx(wide.temperature_, rel=0.02)
     assert float(low.grid_.temperatures.min()) == pytest.approx(2.0)
@@ -136,13 +136,13 @@ def test_worse_than_none_is_said_with_figures_and_remedy():
     assert f"the NLL rises from {old_nll:.4f} to {new_nll:.4f}" in words
     assert f"the Brier score rises from {old_brier:.4f} to {new_brier:.4f}" in words
     assert "criterion='nll' does not" in words
-    # Judged by its own criterion, where that is proper.
+    # The comparison uses the fit's own criterion if that is proper.
     words = said(calibrator.set_params(criterion="brier"), logits, target)
     assert "NLL" not in words and "gamma = 0 and temperature = 1 belong into the search" in words
 
 
 def test_less_than_the_noise_is_not_said():
-    """One step of the grid away from the optimum is worse, but not by a standard error."""
+    """One grid step from the optimum the loss is higher, but by less than a standard error."""
     logits, target = sample(300, temperature=1.0)
     best = TemperatureScaling().fit(logits, target).temperature_
     calibrator = TemperatureScaling(temperatures=[best * 1.05], search="grid")

@@ -1,4 +1,4 @@
-"""Unlikely labels and sets that share rows cause a warning; weak models, rare labels and small sets do not."""
+"""Unlikely labels and sets with common rows cause a warning; weak models, rare labels and small sets do not."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from focalkern._diagnostics import input_notes, label_problems, pair_problems
 
 
 def model(n_rows, n_classes, signal, prior=None, bias=0.0, seed=0):
-    """Logits with ``signal`` standard deviations of the label, and ``bias`` times a common part."""
+    """Logits of noise plus ``signal`` at the label and ``bias`` times a common part."""
     generator = torch.Generator().manual_seed(seed)
     prior = torch.ones(n_classes) if prior is None else prior
     labels = torch.multinomial(prior, n_rows, replacement=True, generator=generator)
@@ -55,14 +55,14 @@ LONG_TAIL = torch.logspace(0, -2.5, 20)
         (Z[Y.argsort()], Y.sort().values),  # rows in the order of their labels
         (Z.round(), Y),
         model(1, 2, 1.0),
-        model(30, 2, 0.0),  # too few to tell
+        model(30, 2, 0.0),  # too few rows for a conclusion
         model(60, 20, 1.0),
         model(300, 2, 0.5),
         model(500, 20, 0.5),
         *(model(n_rows, 20, signal, LONG_TAIL, bias) for n_rows in (100, 1000) for signal in (1, 3) for bias in (0, 1)),
         model(1000, 2, 0.7, torch.tensor([0.95, 0.05]), 1.0),  # predicts one class for nearly every row
         (Z[Y < 4], Y[Y < 4]),  # classes that do not occur
-        (torch.cat([Z, torch.full((1000, 3), -20.0)], 1), Y),  # and that never could
+        (torch.cat([Z, torch.full((1000, 3), -20.0)], 1), Y),  # classes that are impossible and do not occur
         (torch.where(torch.rand(Z.shape) < 0.3, -torch.inf, Z).scatter(1, Y[:, None], 5.0), Y),  # ruled out
         (torch.zeros(100, 5), torch.arange(100) % 5),
     ],
@@ -82,7 +82,7 @@ def test_sets_with_rows_in_common():
     assert pair_problems(one[0].double(), one[1], *mixed)  # in another dtype
     few = torch.cat([two[0], one[0][:10]]), torch.cat([two[1], one[1][:10]])
     assert pair_problems(*one, *few) == []
-    # A tree gives few distinct rows, so both sets hold the same ones without sharing samples.
+    # A tree gives few distinct rows, so two sets may have the same rows without common samples.
     assert pair_problems(Z[:500].sign(), Y[:500], Z[500:].sign(), Y[500:]) == []
     assert pair_problems(*one, Z[:500, :3], Y[:500]) == pair_problems(*one, Z[:0], Y[:0]) == []
 

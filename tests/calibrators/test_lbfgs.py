@@ -1,4 +1,4 @@
-"""The search of spline scaling for a vector or a matrix: minima, the line search, and a memory that is carried over."""
+"""L-BFGS of spline scaling for a vector or a matrix: minima, line search, and memory reused by a later search."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_a_quadratic_of_the_identity_takes_one_step():
 
 @pytest.mark.parametrize("factor", [1e-4, 1.0, 1e4])
 def test_the_line_search_finds_its_way_through_a_curved_valley(factor):
-    """Rosenbrock's: the first step is far too long, or too short, and later ones end beyond the minimum of the line."""
+    """Rosenbrock's function: the first step is far too long or short, and later steps end beyond the minimum."""
 
     def objective(point):
         point = point.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Robust temperature scaling: finite where the likelihood has no optimum, the plain one where it has."""
+"""Robust temperature scaling: finite if the likelihood has no optimum, close to temperature scaling if it has one."""
 
 import math
 

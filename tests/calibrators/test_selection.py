@@ -34,14 +34,14 @@ def outcome(*losses, **excluded):
 
 
 def test_the_rule_by_hand():
-    """A difference of mean 0.05 and standard error 0.4 / sqrt(12): the simpler one; one of 0.1 +- 0: the better one."""
+    """A difference of 0.05 with standard error 0.4 / sqrt(12) chooses the simpler candidate, 0.1 +- 0 the better."""
     noisy = [1.25, 0.85, 1.25, 0.85]
     found = outcome(noisy, [1.0, 1.0, 1.0, 1.0])
     assert found.chosen == 0 and found.best == 1
     assert found.entries[1].difference == pytest.approx(-0.05)
     assert found.entries[1].error == pytest.approx(torch.tensor([0.25, -0.15, 0.25, -0.15]).std().item() / 2)
     assert outcome([1.1] * 4, [1.0] * 4).chosen == 1
-    # More than half a standard error is enough: 0.1 of 0.115.
+    # A difference above half a standard error decides: 0.1 against 0.115.
     assert outcome([1.3, 0.9, 1.3, 0.9], [1.0] * 4).chosen == 1
 
 
@@ -57,7 +57,7 @@ def test_a_richer_candidate_is_compared_with_the_one_that_is_held():
     found = outcome(base, base - 0.2, base - 0.205 + wobble)
     assert (found.best, found.chosen) == (2, 1)
     assert outcome(base, base - 0.2, base - 0.21 + wobble).chosen == 2
-    # The one that is held may itself be a richer one.
+    # The current best may itself be a richer candidate.
     assert outcome(base, base - 0.205 + wobble, base - 0.22).chosen == 2
 
 
@@ -104,10 +104,10 @@ def test_folds_are_balanced_repeatable_and_those_of_any_batch():
 
 @pytest.mark.parametrize("rows", [12, 100, 1025])
 def test_folds_are_random(rows):
-    """Adjacent and distant rows share a fold as often, and a fold has as many rows of a class, as in random folds."""
+    """Two rows, adjacent or distant, share a fold as often as in random folds."""
     number, seeds = torch.arange(rows), 4000
     folds = torch.stack([fold_of(number, rows, 4, seed) for seed in range(seeds)])
-    together = (rows / 4 - 1) / (rows - 1)  # the probability that two rows are in one fold; 4 divides the rows but 1025
+    together = (rows / 4 - 1) / (rows - 1)  # that two rows are in one fold; only 1025 is no multiple of 4
     error = (together * (1 - together) / seeds) ** 0.5
     for one, other in ((0, 1), (0, rows - 1), (3, 7), (rows // 2, rows // 2 + 4)):
         assert abs(float((folds[:, one] == folds[:, other]).double().mean()) - together) < 4.5 * error
@@ -139,7 +139,7 @@ def test_losses_are_those_of_fits_that_did_not_see_the_row(sharp, criterion):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_splines_are_those_of_fits_that_did_not_see_the_row(weighted):
-    """Their features are those of all rows, which the loss hardly shows."""
+    """Their features come from all rows, which changes the loss only slightly."""
     logits, labels = draw(600, 5, scale=3.0)
     weight = 1 + torch.arange(600, dtype=torch.float64) % 3 if weighted else None
     candidates = as_candidates(None, "nll", "logits")
@@ -171,7 +171,7 @@ def test_a_matrix_needs_three_classes_and_two_rows_for_each():
 
 
 def test_a_candidate_without_an_optimum_outside_of_a_fold_is_not_chosen():
-    """One mistake in 60 rows: without the fold that has it, temperature scaling stops at its bound."""
+    """One wrong prediction in 60 rows: without its fold, temperature scaling stops at its bound."""
     labels = torch.arange(60) % 3
     logits = torch.eye(3, dtype=torch.float64)[labels]
     logits[0] = torch.tensor([0.0, 0.1, 0.0])
@@ -216,7 +216,7 @@ def test_masked_logits_leave_no_calibration_eligible(sharp):
     logits[torch.arange(len(labels)), (labels + 1) % logits.shape[1]] = -math.inf
     found = cross_validate(logits, labels, as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0)
     assert found.entries[0].excluded == ""
-    # A probability of zero may come from a forest, whose next zero may be the true class.
+    # Zero probabilities may come from a forest, where a later zero may be the true class.
     probs = logits.double().softmax(-1)
     found = cross_validate(probs, labels, as_candidates(None, "nll", "probs"), criterion="nll", folds=5, seed=0)
     assert found.entries[0].excluded
@@ -235,7 +235,7 @@ def test_one_row_is_too_few_for_any_fold():
 
 
 class Half:
-    """A classifier in scikit-learn's shape, in NumPy: it has learnt a temperature of 2."""
+    """A calibrator with scikit-learn's interface, in NumPy: it learns a temperature of 2."""
 
     def fit(self, logits, labels):
         assert type(logits).__module__ == type(labels).__module__ == "numpy"

@@ -76,7 +76,7 @@ def test_a_natural_spline_interpolates_smoothly_and_is_straight_beyond_its_ends(
             assert derivative(knot - step, order) == pytest.approx(derivative(knot + step, order), abs=1e-6)
     for end in (-9.0, -3.0, 6.0 + step, 30.0):
         assert derivative(end, 2) == pytest.approx(0, abs=1e-12)
-    # The penalty is the integral of f''^2, by Simpson on each piece, where it is exact for squares of lines.
+    # The penalty is the integral of f''^2. Simpson's rule is exact for it on each piece, because f'' is linear.
     integral = 0.0
     for low, high in zip(knots[:-1].tolist(), knots[1:].tolist(), strict=True):
         ends = derivative(low + step, 2), derivative((low + high) / 2, 2), derivative(high - step, 2)
@@ -108,7 +108,7 @@ def test_the_focal_map_is_a_member(gamma):
 def test_features_keep_their_digits_near_one_and_at_zero():
     scores = torch.tensor([[30.0, 0.0, -5.0], [0.0, -math.inf, -800.0]], dtype=torch.float64)
     x, u = parts.features(scores, 1.0, 1e-6)
-    # 1 - p of the largest class is the sum of the others.
+    # 1 - p of the largest class is the sum over the others.
     assert float(u[0, 0]) == pytest.approx(
         -math.log(math.exp(-30) * (1 + math.exp(-5)) + 2e-6 / 3) + math.log1p(-1e-6), rel=1e-6
     )
@@ -163,7 +163,7 @@ def test_knots_are_spread_quantiles():
     knots = rows_of(logits, target).spline.knots
     assert 4 <= len(knots) <= 10
     assert float(knots.diff().min()) >= 0.25
-    # Votes of few trees have few values: four knots all the same.
+    # Votes of few trees have few distinct values; four knots are still found.
     votes = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64).repeat(50, 1)
     few = rows_of(votes, torch.arange(100) % 2, kind="probs").spline.knots
     assert len(few) == 4
@@ -182,7 +182,7 @@ def test_a_level_that_is_met_up_to_rounding_is_met():
 
 
 def objective(rows, map, logits, kind="logits"):
-    """J / W of section 2, spelled out."""
+    """J / W of section 2 of the specification, written out."""
     source, total, c = rows.source, rows.weight_sum, logits.shape[1]
     of_target = log_probs(rows, map, logits, kind).gather(1, source.target.unsqueeze(1)).squeeze(1)
     penalty = map.curve @ rows.penalty @ map.curve
@@ -256,7 +256,7 @@ def test_members_improve_on_each_other_and_on_the_identity():
     assert (
         value["matrix"] <= value["vector"] + 1e-9 <= value["free"] + 1e-9 <= value["scalar"] + 1e-9 <= identity + 1e-9
     )
-    # The objective is that of the definition.
+    # The objective equals its definition.
     for member in MEMBERS:
         assert value[member] == pytest.approx(float(objective(rows, found[member].map, logits)), rel=1e-9)
 
@@ -284,7 +284,7 @@ def test_every_start_ends_at_one_optimum(n_classes):
 
 
 def crossing(n=3000, n_classes=3):
-    """Labels that a free curve follows by changing places of classes: the second of a sure row is more often right."""
+    """A free curve changes the order of classes: in confident rows the second class is correct more often."""
     logits, target = draw(n, n_classes, scale=1.0)
     top = logits.topk(2).indices
     swapped = torch.where(target == top[:, 0], top[:, 1], torch.where(target == top[:, 1], top[:, 0], target))
@@ -294,7 +294,7 @@ def crossing(n=3000, n_classes=3):
 
 @pytest.mark.parametrize("n", [300, 350, 450])
 def test_the_search_under_the_condition_ends_at_rounding(n):
-    """A step that goes up by the tolerance of the quadratic program is not halved to nothing."""
+    """A step that raises the objective by at most the tolerance of the quadratic program is not halved repeatedly."""
     family = fit_family(rows_of(*crossing(n)), ("scalar",))
     assert family["scalar"].passes - family["free"].passes <= 8
 
@@ -307,7 +307,7 @@ def test_the_condition_binds_and_its_optimum_is_the_best_that_keeps_the_order(n_
     spline, curve = rows.spline, family["scalar"].map.curve
     assert not keeps_order(spline, n_classes, family["free"].map.curve)
     assert keeps_order(spline, n_classes, curve)
-    # No feasible direction leads down: a step to any other curve that keeps the order rises.
+    # No feasible direction descends: a step to any other curve that keeps the order raises the objective.
     here = family["scalar"].derivatives
     conditions, constant = order_conditions(spline, n_classes, 240, 160)
     random = torch.Generator().manual_seed(0)

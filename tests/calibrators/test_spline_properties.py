@@ -1,4 +1,4 @@
-"""Properties of whole fits of spline scaling: folds that start warm, memory, odd data."""
+"""Properties of complete fits of spline scaling: warm-started folds, memory, odd data."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from focalkern.calibrators._cross_validation import cross_validate
 
 @pytest.mark.parametrize("case", ["scale", "bias", "crossing", "few rows", "two classes"])
 def test_warm_and_cold_folds_choose_the_same(case, monkeypatch):
-    """A fold that starts at the fit to all rows must not have seen its own test rows."""
+    """A fold that starts from the fit to all rows must give the result of a fit without its own test rows."""
     logits, target = {
         "scale": lambda: draw(600, 6, scale=3.0),
         "bias": lambda: draw(800, 5),
@@ -67,11 +67,11 @@ def test_float32_rows_are_fitted_without_a_float64_copy():
     assert float(out) < 76
 
 
-# -- cases of the specification that only whole fits show ----------------------------------------------------------
+# -- cases of the specification that only complete fits show -----------------------------------------------------------
 
 
 def test_few_distinct_values_of_many_classes():
-    """13 classes whose probabilities have four values: knots keep their distance, and the map still gains."""
+    """13 classes whose probabilities have four values: knots keep their distance, and the map still lowers the loss."""
     random = torch.Generator().manual_seed(0)
     target = torch.randint(13, (400,), generator=random)
     right = torch.rand(400, generator=random) < 0.6
@@ -90,7 +90,7 @@ def test_few_distinct_values_of_many_classes():
 
 
 def test_scores_against_the_labels_are_turned_round_by_a_vector():
-    """T would rise to its bound and leave x flat; the cap of T leaves the vector enough to turn them."""
+    """Without its cap, T would rise to its bound and make x constant; with it, the vector can reverse the scores."""
     logits, target = draw(400, 2, scale=1.0)
     for options in ({"kind": "vector"}, {"keep_order": False}):
         against, along = (fk.SplineScaling(**options).fit_quietly(logits, labels) for labels in (1 - target, target))
@@ -99,7 +99,7 @@ def test_scores_against_the_labels_are_turned_round_by_a_vector():
 
 
 def test_a_scale_of_the_logits_moves_a_fit_by_its_prior_alone():
-    """The bounds are those of the specification, on average over rows and classes."""
+    """The bounds are those of the specification, averaged over rows and classes."""
     for n_rows, bound in ((400, 0.03), (5000, 0.003)):
         logits, target = draw(n_rows, 4)
         one, other = (fk.SplineScaling().fit(scale * logits, target) for scale in (1.0, 1e4))

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
 
-# A tenth of the paper's temperatures: the tests are about the words on a grid, not about its size.
+# A tenth of the paper's temperatures: the tests check the texts about a grid, not its size.
 PAPER = ("--method", "focal-temperature", "--criterion", "ece", "--temperatures", "0.1:5:0.1")
 
 GRID = (*PAPER, "--bootstrap", "0")

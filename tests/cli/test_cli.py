@@ -49,7 +49,7 @@ def test_the_rows_are_what_the_library_computes(both, run):
             row = row_of(document, cls.method, criterion)
             assert (row["gamma"], row["temperature"]) == (fitted.gamma_, fitted.temperature_)
             assert row["criterion_value"] == pytest.approx(fitted.best_value_)
-            # The criterion is the figure on the validation rows.
+            # The criterion is the metric on the validation rows.
             figure = {"ece": "ece_equal_mass", "nll": "nll"}[criterion]
             assert row["validation"][figure] == pytest.approx(fitted.best_value_, rel=1e-6)
     for row in document["rows"]:
@@ -83,7 +83,7 @@ def test_the_printed_table_is_the_json(both, run):
         "focal-temperature": "focal temperature{}, {}-optimal",
     }
     for row in document["rows"]:
-        # A search other than the default for NLL: the temperatures are given.
+        # NLL takes another search than the default, because the temperatures are given.
         search = " (grid)" if row["criterion"] == "nll" else ""
         label = re.escape(labels[row["method"]].format(search, (row["criterion"] or "").upper()))
         (line,) = [line for line in lines if re.match(rf"(-> |   ){label} ", line)]
@@ -147,7 +147,7 @@ def test_what_is_saved_is_what_was_asked_for(method, criterion, both, run, tmp_p
     assert loaded.method == method
     assert (loaded.gamma_, loaded.temperature_) == (row["gamma"], row["temperature"])
     assert (loaded.criterion, loaded.n_samples_, loaded.n_classes_) == (criterion, 400, 5)
-    # evaluate applies it, and gets the same figures.
+    # evaluate applies the calibrator and gets the same metrics.
     evaluated = run_json(run, "evaluate", both, "--calibrator", out)
     (test,) = [one for one in evaluated["sets"] if one["set"] == "test"]
     assert test["rows"][1]["figures"] == pytest.approx(row["test"])
@@ -210,7 +210,7 @@ def test_the_demo(run, tmp_path, monkeypatch):
     from focalkern.cli import _demo_data as networks
     from focalkern.cli import demo
 
-    # Two epochs and a coarse grid: the same steps as a full run, in a fraction of its time.
+    # Two epochs and a coarse grid: the same steps as a full run, in a fraction of the time.
     monkeypatch.setattr(networks, "_EPOCHS", 2)
     monkeypatch.setattr(demo, "PAPER_TEMPERATURES", [index * 0.25 for index in range(1, 21)])
     state = torch.get_rng_state()
@@ -235,7 +235,7 @@ def test_the_demo(run, tmp_path, monkeypatch):
         ]
         document = json.loads((tmp_path / "a" / name / "report.json").read_text())
         assert document["data"]["same_rows"] is False
-        # It has learned something, and its saved logits give the figures of the table.
+        # The network has learned, and its saved logits give the metrics of the table.
         assert document["rows"][0]["test"]["accuracy"] > 0.3
         evaluated = run_json(run, "evaluate", tmp_path / "a" / name / "logits.npz")
         assert evaluated["sets"][1]["rows"][0]["figures"] == pytest.approx(document["rows"][0]["test"])
@@ -252,7 +252,7 @@ def test_the_demo(run, tmp_path, monkeypatch):
 
 
 def test_only_the_command_knows_its_options():
-    """The library names arguments of its functions in errors, remarks and docstrings."""
+    """In errors, remarks and docstrings, the library names arguments of its functions."""
     package = Path(focalkern.__file__).parent
     parser = "".join(path.read_text() for path in (package / "cli").glob("*.py"))
     options = set(re.findall(r'"(--[a-z-]+)"', parser))

@@ -1,4 +1,4 @@
-"""The command's mistakes are one line; files and pipes that fail."""
+"""Each user error of the command is one line; failures of files and pipes."""
 
 import os
 import subprocess
@@ -154,7 +154,7 @@ def test_the_calibrator_does_not_overwrite_what_is_read(option, tmp_path, run):
     paths = {name: tmp_path / file for name, file in names.items()}
     for name, path in paths.items():
         np.save(path, labels if "labels" in name else logits)
-    # Under another name for the same file, too.
+    # The same file under another name is refused, too.
     (tmp_path / "link").symlink_to(paths[option])
     before = paths[option].read_bytes()
     arguments = [paths["VAL"], *(part for name, path in list(paths.items())[1:] for part in (name, path))]
@@ -164,7 +164,7 @@ def test_the_calibrator_does_not_overwrite_what_is_read(option, tmp_path, run):
 
 
 def test_a_closed_stdout_is_no_failure(both):
-    # As in: focalkern evaluate FILE >&-
+    # As with: focalkern evaluate FILE >&-
     command = [sys.executable, "-c", "import sys; sys.stdout = None; from focalkern.cli import main; sys.exit(main())"]
     done = subprocess.run([*command, "evaluate", str(both)], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

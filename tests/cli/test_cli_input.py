@@ -42,7 +42,7 @@ def test_a_split_is_seeded_and_leaves_no_row_out(single, run):
         assert document["data"]["validation"]["n_samples"] == 100
         assert document["data"]["test"]["n_samples"] == 300
         assert not any("same rows" in remark for remark in document["remarks"])
-        # Accuracies of the parts add up to that of the whole: the parts are disjoint and cover it.
+        # The accuracies of the parts add up to the accuracy of the whole, so the parts are disjoint and complete.
     whole = run_json(run, "evaluate", single)["sets"][0]["rows"][0]["figures"]["accuracy"]
     for document in documents:
         parts = document["rows"][0]
@@ -81,7 +81,7 @@ def test_probabilities_with_a_zero_on_the_true_class(tmp_path, run):
     assert document["rows"][0]["test"]["nll"] is None
     assert row_of(document, "temperature", "nll")["gamma"] is None
     assert document["chosen"] == 2
-    # Asked for the choice that does not exist.
+    # The option requests a calibrator that was not chosen.
     out_file = tmp_path / "calibrator.json"
     code, _, err = run("calibrate", path, *GRID, "--criterion", "nll", "--out", out_file)
     assert code == 2

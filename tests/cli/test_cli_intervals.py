@@ -32,7 +32,7 @@ def test_the_intervals_are_those_of_the_library(both, run):
     logits, labels = arrays["test_logits"].double(), arrays["test_labels"]
     probs = calibrated_cells(document, logits)
     expected = bootstrap.paired_bootstrap(probs, labels, log=True, n_resamples=50, seed=3)
-    # Temperature scaling has to beat no calibration, focal temperature scaling temperature scaling.
+    # Temperature scaling is compared with no calibration, focal temperature scaling with temperature scaling.
     against = {1: 0, 2: 1, 3: 0, 4: 3}
     verdicts = set()
     for index, row in enumerate(document["rows"]):
@@ -60,7 +60,8 @@ def test_the_intervals_are_those_of_the_library(both, run):
                 "p_value": floor.p_value(row["test"]["ece_equal_mass"]),
             }
         )
-    # Logits that are twice too large: scaling wins, and not every difference between the two scalings is significant.
+    # Logits that are twice too large: scaling lowers the loss, and not every difference between the scalings is
+    # significant.
     assert {"better", "undecided"} <= verdicts
 
 
@@ -129,7 +130,7 @@ def test_choices_that_cannot_be_told_apart_are_said(both, run):
     assert f"{found['low']:+.4f} to {found['high']:+.4f}, contains 0" in remark
     said = any("within chance of a perfectly calibrated model" in remark for remark in document["remarks"])
     assert said == (focal["bias_floor"]["ece_equal_mass"]["p_value"] > 0.05)
-    # The same cell twice has no difference to report.
+    # For the same cell twice, no difference is reported.
     same = run_json(run, "calibrate", both, *INTERVALS, "--gammas", "0")
     assert not any("cannot be told apart" in remark for remark in same["remarks"])
     assert row_of(same, "focal-temperature", "ece")["difference"]["figures"]["nll"]["estimate"] == 0

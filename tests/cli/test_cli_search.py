@@ -28,7 +28,7 @@ FEW = [index * 0.1 for index in range(1, 51)]
 BY_REFINE = FocalTemperatureScaling(search="refine", temperatures=FEW, criterion="ece")
 
 
-# Every search, bins alone and after both kinds of search, a criterion that the search implies.
+# Every search, bins alone and after both kinds of search, and a criterion that the search implies.
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -74,7 +74,7 @@ def test_another_search_and_bins_are_rows_beside_the_grids(options, expected, bo
     assert row["test"]["ece_equal_width"] == pytest.approx(float(ece))
     low, high = row["intervals"]["ece_equal_width"]
     assert low <= row["test"]["ece_equal_width"] <= high
-    # Bins are compared with the scaling before them, another scaling with temperature scaling, the rest with no
+    # Bins are compared with the scaling before them, other scalings with temperature scaling, and the rest with no
     # calibration.
     beaten = 0 if expected.method in ("temperature", "histogram") else {"ece": 1, "nll": 3}[row["criterion"]]
     if isinstance(expected, HistogramBinning) and expected.scaling is not None:
@@ -105,7 +105,7 @@ def test_another_search_and_bins_are_said_in_print(both, run, tmp_path):
 
 
 def test_what_bins_do_to_predictions_and_nll_is_said(tmp_path, run):
-    # With a confidence below the median class 0 is never right on top; above it, it always is.
+    # Below the median confidence class 0 is never correct when predicted; above it, always.
     logits = np.tile([[1.0, 0.0, -1.0], [4.0, 0.0, -1.0]], (100, 1))
     labels = np.tile([1, 0], 100)
     later = labels.copy()
@@ -134,12 +134,12 @@ def test_the_border_of_the_grid_is_said(both, run):
 
 
 def test_a_disagreement_about_the_nll_is_said(tmp_path, run):
-    """Confidence that says nothing: the ECE is best where the NLL is bad."""
+    """Confidence without information: the ECE is lowest where the NLL is high."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 3, (600,), generator=generator)
     logits = torch.randn(600, 3, generator=generator) * 0.1
     hit = torch.arange(600) % 10 < 9
-    # Nine tenths are right and a little sure; the others are wrong and very sure.
+    # Nine tenths of the rows are correct with low confidence; the others are wrong with high confidence.
     logits[torch.arange(600), torch.where(hit, labels, (labels + 1) % 3)] += torch.where(hit, 1.0, 6.0)
     np.savez(tmp_path / "a.npz", logits=logits.numpy(), labels=labels.numpy())
     document = run_json(run, "calibrate", tmp_path / "a.npz", *GRID)

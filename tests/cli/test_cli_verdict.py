@@ -35,7 +35,7 @@ def test_candidates_by_name_and_predictions_that_are_kept(both, run):
 
 
 def test_a_forest_gets_a_calibrated_model(run, tmp_path):
-    """Votes of ten trees: probability 0 for the true class of some rows, where no calibration has an infinite NLL."""
+    """Votes of ten trees: some true classes have probability 0, so the NLL of no calibration is infinite."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(800, 4, generator=generator)
     labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -59,7 +59,7 @@ def test_the_rows_that_can_be_accepted_are_one_line_of_the_verdict(both, run):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     (line,) = [line for line in lines if line.startswith("Accept confidence >= ")]
-    assert lines.index(line) == plain.index("")  # the last of the verdict, before the table
+    assert lines.index(line) == plain.index("")  # the last line of the verdict, before the table
     assert [other.replace(" --accept-risk 0.3", "") for other in lines if other != line] == plain
     document = run_json(run, *arguments, "--accept-risk", "0.3")
     found = document.pop("accept")

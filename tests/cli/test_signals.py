@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C at any moment: no half file is left, and files that belong together are all new or all old."""
+"""SIGTERM and Ctrl-C at any moment: no partial file is left, and files that belong together are all new or all old."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
-# Children that write generation after generation of three files are stopped at random moments, by both signals. A fork
-# costs a millisecond where a process that imports torch costs seconds, so that many moments are tried.
+# Child processes that keep writing three files are stopped at random moments, by both signals. A fork takes a
+# millisecond, a process that imports torch seconds, so the test forks and tries many moments.
 MANY_KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path

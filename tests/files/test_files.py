@@ -1,4 +1,4 @@
-"""Reading logits: every format, and every way in which a file can be wrong."""
+"""Reading logits: every format, and every kind of invalid file."""
 
 import pickle
 import zipfile
@@ -24,7 +24,7 @@ def same(found, values=LOGITS, labels=LABELS, kind="logits", name=""):
 
 
 def write(path, **arrays):
-    """Any of the formats that hold arrays by name."""
+    """A file in one of the formats that hold arrays by name."""
     if path.suffix == ".npz":
         np.savez(path, **arrays)
     elif path.suffix in (".pt", ".pth"):
@@ -103,7 +103,7 @@ def test_npy_of_probabilities_and_with_labels_elsewhere(tmp_path):
 @pytest.mark.parametrize("label", ["label", "labels", "target", "Label "])
 def test_csv(label, tmp_path):
     lines = [f"a,{label},b,c"] + [f"{x},{y},{v},{w}" for (x, v, w), y in zip(LOGITS.tolist(), LABELS, strict=True)]
-    # A byte-order mark, Windows line ends and a blank line at the end, as spreadsheets write them.
+    # A byte-order mark, Windows line endings and a final blank line, as spreadsheets write them.
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*lines, "", ""]).encode())
     same(read_sets(tmp_path / "a.csv")[""])
 
@@ -199,7 +199,7 @@ class Trap:
         (lambda z: torch.quantize_per_tensor(z, 0.1, 0, torch.qint8), "found a quantized tensor"),
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own, of quantized tensors
+@pytest.mark.filterwarnings("ignore")  # a warning of torch about quantized tensors
 def test_tensors_that_are_not_plain(spoil, words, tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"logits": spoil(torch.ones(4, 3)), "labels": torch.zeros(4, dtype=torch.int64)}, path)

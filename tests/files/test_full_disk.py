@@ -1,7 +1,7 @@
-"""A full disk and a read-only folder, for every writer: an error that names the file, no partial file, and the old file
-unchanged.
+"""A full disk and a read-only folder, for every writer: an error names the file, no partial file is left,
+and the old file is unchanged.
 
-The disk is full where the system says so: a limit on the size of files makes the same calls of write fail.
+A limit on the size of files stands for a full disk: the same calls of write fail.
 """
 
 import builtins
@@ -22,15 +22,15 @@ from focalkern import cli, files, study
 RNG = np.random.default_rng(0)
 Y = RNG.integers(4, size=200)
 Z = 3 * np.eye(4)[Y] + RNG.normal(size=(200, 4))
-PROBLEM = "File too large|Permission denied"  # the system's words for either
+PROBLEM = "File too large|Permission denied"  # the system's message for either
 FITTED = fk.TemperatureScaling().fit_quietly(Z, Y)
 
 
 @contextmanager
 def full_disk(monkeypatch):
-    """No file can grow beyond 64 bytes."""
+    """Limits every file to 64 bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # Python ignores the signal that goes with it
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # Python ignores the signal that the system sends
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ def full_disk(monkeypatch):
 
 @contextmanager
 def read_only(monkeypatch):
-    """No file can be made. (The rights of folders do not hold for the user root, who runs tests in containers.)"""
+    """Makes the creation of files fail. (Folder permissions do not apply to root, who runs tests in containers.)"""
     real = builtins.open
 
     def refuse(name, mode="r", *arguments, **options):
@@ -98,7 +98,7 @@ def test_a_failed_write_leaves_everything(writer, trouble, again, tmp_path, monk
     assert contents(tmp_path) == before
     assert Path(caught.value.filename).parent == tmp_path
     assert not Path(caught.value.filename).name.startswith("."), "the user knows no hidden file"
-    WRITERS[writer](tmp_path)  # with room again
+    WRITERS[writer](tmp_path)  # without the limit
     assert len(contents(tmp_path)) == 2
 
 
@@ -123,7 +123,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("trouble", [full_disk, read_only])
 def test_a_table_of_the_training_study_that_cannot_be_written(trouble, tmp_path, monkeypatch):
-    """All its files go through this or what this goes through."""
+    """All files of the study use this function or a function that it calls."""
     records = pytest.importorskip("benchmarks.train_study.records", reason="the benchmarks are in the source tree only")
     path = tmp_path / "epochs.csv"
     records.write_csv(path, [{"epoch": 0, "loss": 1.0}])

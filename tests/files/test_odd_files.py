@@ -1,10 +1,10 @@
-"""Damaged and odd files for every reader: rows, or one line that names the file. No file may cause a raw error, a crash
-or a hang.
+"""Damaged and odd files for every reader: it returns rows or raises one line that names the file. No file may cause a
+raw error, a crash or a hang.
 
-The same examples each time; ``FOCALKERN_FUZZ=20000`` in the environment draws as many, and others each time.
+The examples are the same in every run. With ``FOCALKERN_FUZZ=20000`` in the environment, 20000 new ones are drawn.
 """
 
-# ruff: noqa: PT017  an error is allowed here, and only its words are asserted
+# ruff: noqa: PT017  an error is allowed here; only its message is checked
 
 import csv
 import io
@@ -29,7 +29,7 @@ def csv_text(rows):
 
 
 def seeds():
-    """A good file of each format."""
+    """A valid file of each format."""
     files = {}
     stream = io.BytesIO()
     np.savez(stream, logits=Z, labels=Y)
@@ -163,7 +163,7 @@ def test_any_table(tmp_path):
     for random in examples(300):
         header, key = some(random, NAMES, 6), KEYS[random.integers(len(KEYS))]
         rows = [some(random, CELLS, 6) for _ in range(random.integers(6))]
-        if random.random() < 0.7:  # a table that may be read
+        if random.random() < 0.7:  # a valid table
             header = ["label", *dict.fromkeys(name for name in header if name not in ("label", "target"))]
             rows = [([str(random.integers(3))] + row + ["0"] * len(header))[: len(header)] for row in rows]
         path.write_bytes(csv_text([header, *rows]))
@@ -194,7 +194,7 @@ FITTED = {
 
 @pytest.mark.parametrize("kind", FITTED)
 def test_any_calibrator_file(kind, tmp_path):
-    """Damaged bytes, and whole JSON in which a value is of another kind; what loads is also applied."""
+    """Damaged bytes, and valid JSON in which a value has another type; calibrators that load are also applied."""
     path = tmp_path / "a.json"
     logits = np.random.default_rng(0).normal(size=(30, 4))
     target = (logits > 0).astype(int) if kind == "multi-label" else np.arange(30) % 4
@@ -215,7 +215,7 @@ def test_any_calibrator_file(kind, tmp_path):
             continue
         try:
             calibrator.predict_proba(logits)
-        except (TypeError, ValueError) as error:  # of other classes than before
+        except (TypeError, ValueError) as error:  # with other classes than before
             assert str(error).startswith(type(calibrator).__name__), str(error)
 
 
@@ -223,7 +223,7 @@ ODD = [None, True, -1, 0, 1e308, 10**400, "", "nll", [], {}, [None], [[1.0]], {"
 
 
 def places_of(value, place=()):
-    """The way to every value of a document."""
+    """The path to every value of a document."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inner:
         yield (*place, key)

@@ -24,7 +24,7 @@ def test_what_names_stand_for(folder):
     assert expanded(["runs/*"]) == here
     assert expanded(["runs/**/*.npz"]) == ["runs/a.npz", "runs/deep/[1].npz", "runs/deep/d.npz"]
     assert expanded(["runs/c.CSV", "runs", "runs/a.npz"]) == ["runs/c.CSV", "runs/a.npz", "runs/b_logits.npy"]
-    # A file with such a name is no pattern; a name that matches nothing stays.
+    # An existing file with such a name is no pattern; a pattern without a match stays.
     assert expanded(["runs/deep/[1].npz"]) == ["runs/deep/[1].npz"]
     assert expanded(["x.npz", "y*.npz", "runs/deep/e?"]) == ["x.npz", "y*.npz", "runs/deep/e?"]
     assert expanded(["runs/notes.txt"]) == ["runs/notes.txt"]

@@ -1,4 +1,4 @@
-"""Folders and files that an ordinary user may not read or write: one line that names them, and nothing is lost."""
+"""Folders and files that an ordinary user may not read or write: one line names them, and no data is lost."""
 
 import json
 import os
@@ -15,8 +15,8 @@ import focalkern as fk
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
-# Root may write anywhere, so the test forks a child that becomes the user nobody. All imports come first, because the
-# user nobody may not even read root's interpreter.
+# Root may write anywhere, so the test forks a child process that becomes the user nobody. All imports come first,
+# because nobody may not even read root's interpreter.
 AS_NOBODY = """
 import contextlib, encodings.cp437, io, json, os, sys
 import matplotlib, numpy, tabulate

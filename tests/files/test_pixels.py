@@ -1,4 +1,4 @@
-"""Files of pixels [N, C, d1, ...]: to the bit the results of the same pixels as rows [N d1 ..., C]."""
+"""Files of pixels [N, C, d1, ...] give bitwise the results of the same pixels as rows [N d1 ..., C]."""
 
 import json
 import os
@@ -16,7 +16,7 @@ N, C, SHAPE, VOID = 12, 3, (5, 4), 255
 
 
 def images(seed=0, n=N):
-    """[N, C, d1, d2] logits, and labels of which a third are void: all of one image, and none of another."""
+    """[N, C, d1, d2] logits, and labels of which a third are ignored: all of one image and none of another."""
     random = np.random.RandomState(seed)
     labels = random.randint(C, size=(n, *SHAPE)).astype(np.uint8)
     logits = np.moveaxis(2 * np.eye(C)[labels], -1, 1) + random.standard_normal((n, C, *SHAPE))
@@ -26,7 +26,7 @@ def images(seed=0, n=N):
 
 
 def by_hand(logits, labels):
-    """The pixels that count, one row after the other."""
+    """The pixels that count, as rows."""
     places = [place for place in np.ndindex(labels.shape) if labels[place] != VOID]
     rows = np.stack([logits[(place[0], slice(None), *place[1:])] for place in places])
     return rows, np.array([labels[place] for place in places], dtype=np.int64)
@@ -99,13 +99,13 @@ def test_batches_of_streamed_pixels(folder, ignored):
         assert list(firsts) == list(range(2, len(rows), at_once))
         assert torch.equal(torch.cat(inputs), torch.from_numpy(expected[0][2:]))
         assert torch.equal(torch.cat(targets), torch.from_numpy(expected[1][2:]))
-    if not ignored:  # a saved search is of another set then
+    if not ignored:  # a saved search then belongs to another set
         other = fk.study.stream_sets("logits.npy", ignore_index=VOID)[""]
         assert len(other) == len(rows) and other.shards.shards[0].stamp() != rows.shards.shards[0].stamp()
 
 
 def test_no_copy_is_larger_than_the_rows(folder):
-    """Beside the rows, every new tensor of logits has at most the numbers of three images."""
+    """Apart from the rows, no new tensor of logits is larger than three images."""
     logits, labels = images(n=60)
     sizes = []
 

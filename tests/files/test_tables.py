@@ -1,4 +1,4 @@
-"""Tables of logits: .csv, .parquet, .feather and frames. No column is taken for a class that may be none."""
+"""Tables of logits: .csv, .parquet, .feather and data frames. A column that may not be a class is never read as one."""
 
 import sys
 
@@ -58,7 +58,7 @@ def same(rows, kind="logits", logits=LOGITS, labels=LABELS):
         (FRAME.assign(label=LABELS), {}),
         (FRAME[[1, 0, 3, 2]].assign(label=LABELS), {}),  # in the order of the numbers
         (FRAME.add_prefix("logit_")[["logit_3", "logit_0", "logit_1", "logit_2"]].assign(label=LABELS), {}),
-        (FRAME.rename(columns=lambda c: f"class{c + 1}").assign(target=LABELS + 1), {}),  # as the columns are numbered
+        (FRAME.rename(columns=lambda c: f"class{c + 1}").assign(target=LABELS + 1), {}),  # the number is in the name
         (FRAME.assign(label=LABELS.astype(float)), {}),
         (NAMED.assign(label=WORDS), {}),
         (NAMED.assign(label=LABELS), {}),
@@ -168,7 +168,7 @@ def test_keys_of_arrays(tmp_path):
 
 
 def test_frames_are_read_by_their_columns_everywhere():
-    """In the place of an array, too: the order of numbered columns counts, and none may be anything else."""
+    """Also as arguments instead of arrays: columns are ordered by number, and no other columns are allowed."""
     expected = fk.focal_calibration_map(LOGITS, 1.0)
     np.testing.assert_array_equal(fk.focal_calibration_map(FRAME[[2, 0, 1, 3]], 1.0), expected)
     np.testing.assert_array_equal(fk.focal_calibration_map(NAMED, 1.0), expected)
@@ -182,7 +182,7 @@ def test_frames_are_read_by_their_columns_everywhere():
             fk.focal_calibration_map(frame, 1.0)
 
 
-# Python reads all of these as numbers, but their authors meant something else, and other programs read other numbers.
+# Python reads all of these as numbers, but the authors meant something else, and other programs read other numbers.
 @pytest.mark.parametrize("cell", ["1_0", "\u0661", "\uff11"])
 def test_a_number_is_written_in_ascii_digits_without_underscores(cell, tmp_path, run):
     fk.TemperatureScaling().fit_quietly(torch.from_numpy(LOGITS), torch.from_numpy(LABELS)).save(tmp_path / "c.json")
@@ -231,7 +231,7 @@ CELLS = [
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r"])
 def test_pyarrow_reads_the_same_text_or_none(end, monkeypatch):
-    """Numbers of any digits, and cells that only one of the two would take."""
+    """Numbers with any digits, and cells that only one of the two readers accepts."""
     pytest.importorskip("pyarrow")
     bits = np.random.default_rng(0).integers(0, 2**64, size=600, dtype=np.uint64).view(np.float64)
     forms = ("{!r}", "{:.3e}", "{:.17g}", "{:.30e}", "{:.6f}")

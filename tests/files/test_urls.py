@@ -1,4 +1,4 @@
-"""Files behind URLs: in memory, on a web server and on an S3 server of this machine, against local files."""
+"""Files behind URLs (in memory, on a local web server, on a local S3 server), compared with local files."""
 
 import functools
 import http.server
@@ -25,7 +25,7 @@ SETS = {"val_logits": LOGITS[:60], "val_labels": LABELS[:60], "test_logits": LOG
 
 
 def write_all(folder):
-    """Every format, in files of this machine."""
+    """Every format, as local files."""
     folder.mkdir(exist_ok=True)
     np.savez(folder / "a.npz", **SETS)
     torch.save({key: torch.from_numpy(value) for key, value in SETS.items()}, folder / "b.pt")
@@ -126,7 +126,7 @@ def test_names_stand_for_urls(memory, tmp_path):
     listed = tmp_path / "files.txt"
     listed.write_text(f"{memory}/part-*.npz\n")
     same(read_sets(f"@{listed}"), read_sets(f"{memory}/part-*.npz"))
-    # In a web address a question mark begins the query; a path with a colon is no URL.
+    # In a web address a question mark starts the query; a path with a colon is no URL.
     assert (
         suffix_of("https://host/val.NPZ?token=a*b.csv") == ".npz" and name_of("s3://b/x_logits.npy").stem == "x_logits"
     )
@@ -241,7 +241,7 @@ def test_apply_joins_a_data_set(here, memory, tmp_path):
     for place in (here, memory):
         fk.study.apply_calibrator(fitted, f"{place}/g.parquet", tmp_path / "out.parquet", logits_key="logit_*")
         table = parquet.read_table(tmp_path / "out.parquet")
-        # deep/part-1.parquet stands before part-0.parquet
+        # deep/part-1.parquet sorts before part-0.parquet
         order = np.r_[60:120, 0:60]
         assert table.column("id").to_numpy().tolist() == LABELS[order].tolist()
         expected = fitted.predict_proba(torch.from_numpy(LOGITS[order].astype(np.float64)))

@@ -1,4 +1,4 @@
-"""CalibratedClassifier: scikit-learn's own checks, CalibratedClassifierCV's results, and what may calibrate."""
+"""CalibratedClassifier: scikit-learn's own checks, results of CalibratedClassifierCV, and accepted calibrators."""
 
 import pickle
 
@@ -49,7 +49,7 @@ def test_temperature_scaling_is_calibrated_classifier_cvs(n_classes, ensemble):
     estimator = LogisticRegression(C=1e3)
     ours = fk.CalibratedClassifier(estimator, TemperatureScaling(), cv=4, ensemble=ensemble).fit(X, y)
     theirs = CalibratedClassifierCV(estimator, method="temperature", cv=4, ensemble=ensemble).fit(X, y)
-    # They stop at a step of 1e-4 or so, and take two classes for a pair of opposite logits, twice the margin.
+    # scikit-learn stops at a step of about 1e-4, and represents two classes by opposite logits with twice the margin.
     assert ours.predict_proba(X) == pytest.approx(theirs.predict_proba(X), abs=2e-3)
     assert len(ours.calibrated_) == (4 if ensemble else 1)
     assert hasattr(ours, "estimator_") != ensemble
@@ -96,7 +96,7 @@ def test_every_calibrator(calibrator):
 
 
 class Shrink(BaseEstimator):
-    """Anything that is shaped like a calibrator."""
+    """Any object with the interface of a calibrator."""
 
     def fit(self, logits, labels):
         self.seen_ = logits.shape, sorted(set(labels.tolist()))
@@ -216,7 +216,7 @@ def test_weights_that_the_classifier_does_not_take():
 @pytest.mark.parametrize("calibrator", [TemperatureScaling(), FocalTemperatureScaling()], ids=repr)
 @pytest.mark.parametrize("names", [False, True])
 def test_the_predictions_of_the_classifier_stay(estimator, calibrator, names):
-    """Votes are full of ties, and their logarithms round different ones to the same number."""
+    """Votes have many ties, and logarithms round different votes to the same number."""
     X, y = sample(2400, 4)
     y = np.array(["ape", "bee", "cat", "dog"])[y] if names else y
     classifier = fk.CalibratedClassifier(estimator, calibrator, cv=3).fit(X[:400], y[:400])

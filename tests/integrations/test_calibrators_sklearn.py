@@ -1,4 +1,4 @@
-"""Calibrators among scikit-learn's tools."""
+"""Calibrators in scikit-learn's tools."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def sample(n=300, scale=3.0):
     return logits * scale, target
 
 
-# A few temperatures and bins warn, which is not the subject here.
+# Few temperatures and bins cause warnings, which other tests check.
 @pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 @pytest.mark.parametrize("calibrator", CALIBRATORS)
 @pytest.mark.parametrize("named", [False, True])
@@ -41,7 +41,7 @@ def test_cross_val_predict_and_a_pipeline(calibrator, named):
     alone = base.clone(calibrator).fit(logits[train], y[train])
     assert np.array_equal(probs[test], alone.predict_proba(logits[test]))
 
-    # A step before the logits: here one that takes the over-confidence out again.
+    # A step before the logits, here one that removes the over-confidence.
     thirds = preprocessing.FunctionTransformer(lambda z: z / 3)
     pipe = pipeline.make_pipeline(thirds, calibrator).fit(logits, y)
     assert pipe.predict_proba(logits) == pytest.approx(alone.fit(logits / 3, y).predict_proba(logits / 3))

@@ -11,7 +11,7 @@ import focalkern as fk
 def test_prediction_sets_of_a_calibrated_classifier():
     mapie = peer("mapie.classification")
     x, y = load_digits(return_X_y=True)
-    x = x[:, ::4] / 16  # a quarter of the pixels, so that some rows need sets of several classes
+    x = x[:, ::4] / 16  # a quarter of the pixels, so that some rows need sets with several classes
     model = fk.CalibratedClassifier(LogisticRegression(max_iter=2000), cv=3).fit(x[:600], y[:600])
     sets = mapie.SplitConformalClassifier(model, confidence_level=0.9, prefit=True)
     sets.conformalize(x[600:1200], y[600:1200])

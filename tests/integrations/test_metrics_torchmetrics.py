@@ -1,4 +1,4 @@
-"""The Metric classes against the functions they stand for: batch by batch, in a collection, and over two processes."""
+"""The Metric classes compared with their functions: batch by batch, in a collection, and over two processes."""
 
 import multiprocessing
 import pickle
@@ -89,7 +89,7 @@ def test_pixels_are_rows_and_ignored_ones_are_none():
     metric = ours.CalibrationError(input_kind="logits", ignore_index=255)
     metric.update(scores, target)
     assert_close(metric.compute(), metrics.expected_calibration_error(rows[kept], labels[kept]))
-    metric.update(scores[:1, :, :2], target[:1, :2])  # nothing but ignored ones
+    metric.update(scores[:1, :, :2], target[:1, :2])  # only ignored pixels
     assert int(metric.count.sum()) == int(kept.sum())
 
 
@@ -201,7 +201,7 @@ def test_two_processes_compute_what_one_does(tmp_path):
         for process in processes:
             process.join(20)
             process.kill()
-    # Rows in the order of the processes: ties aside, the order does not matter.
+    # Rows in the order of the processes; the order matters only for ties.
     expected = []
     for metric in made():
         metric.update(probs, target)

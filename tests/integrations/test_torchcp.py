@@ -28,7 +28,7 @@ def torchcp(monkeypatch):
 
 
 def rows(network, n, generator):
-    """Features and labels; the network is too sure of itself."""
+    """Features, labels and an over-confident network."""
     x = torch.randn(n, 6, generator=generator)
     labels = torch.distributions.Categorical(logits=network(x).detach() / 3).sample()
     return x, labels

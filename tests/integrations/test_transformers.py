@@ -1,4 +1,4 @@
-"""Hugging Face transformers with the focal loss: every way in which models call their loss, Trainer, the callback."""
+"""Hugging Face transformers with the focal loss: all calls of models to their loss, Trainer, and the callback."""
 
 import copy
 
@@ -129,7 +129,7 @@ def test_linear_makes_no_logits_in_training(tied):
         assert model(input_ids=ids, labels=labels).logits.shape == (4, 9, 8)
         assert model(input_ids=ids).logits.shape == (4, 9, 23)
         assert model.eval()(input_ids=ids, labels=labels).logits.shape == (4, 9, 23)
-        with pytest.raises(IndexError):  # the head comes back after an error too
+        with pytest.raises(IndexError):  # the head is restored after an error, too
             model.train()(input_ids=ids, labels=labels + 1000)
         assert model(input_ids=ids).logits.shape == (4, 9, 23)
     assert_close(loss, expected)

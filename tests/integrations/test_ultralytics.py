@@ -12,7 +12,7 @@ import focalkern as fk
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """Networks from their descriptions, without weights; the settings are written into an empty folder.
+    """Networks from their descriptions, without weights. Settings go into an empty folder.
 
     The import changes the environment and the print options of numpy and torch. Later tests must not see that.
     """
@@ -29,7 +29,7 @@ def tasks(tmp_path, monkeypatch):
 
 
 def classifier_loss(gamma):
-    """A criterion as ultralytics calls it: of predictions and batch, it returns the loss and the logged values."""
+    """A criterion with ultralytics' interface: from predictions and batch to the loss and the logged values."""
 
     def criterion(predictions, batch):
         loss = fk.focal_loss(predictions, batch["cls"], gamma)
@@ -55,7 +55,7 @@ def test_classifier(tasks):
 
 
 def test_detector(tasks):
-    """Its classification loss is a binary cross-entropy of soft targets: with beta = 0 that of quality_focal_loss."""
+    """Its classification loss is a binary cross-entropy with soft targets: quality_focal_loss with beta = 0."""
     from types import SimpleNamespace
 
     model = tasks.DetectionModel("yolov8n.yaml", nc=3, verbose=False).train()
@@ -66,7 +66,7 @@ def test_detector(tasks):
         "cls": torch.tensor([[0.0], [2.0]]),
         "bboxes": torch.tensor([[0.5, 0.5, 0.4, 0.4], [0.4, 0.6, 0.3, 0.5]]),
     }
-    expected, _ = model.loss(batch)  # makes the criterion, which has the binary cross-entropy as ``bce``
+    expected, _ = model.loss(batch)  # creates the criterion, whose binary cross-entropy is ``bce``
     for beta in (0.0, 2.0):
         model.criterion.bce = lambda scores, targets, beta=beta: fk.quality_focal_loss(
             scores, targets, beta, reduction="none"

@@ -39,7 +39,7 @@ def test_the_floor_of_a_long_row_is_that_of_its_elements():
 
 
 def most_soft(gamma: str) -> float:
-    """The goal from 100 classes on, forward and backward."""
+    """The goal for 100 and more classes, forward and backward."""
     return 10 if gamma in ("0", "1", "2", "3") else 16
 
 
@@ -63,7 +63,7 @@ def test_counts_repeat(tmp_path: Path):
     assert 1 < first.ratio < 5
     table = counts.count(program, 10, "float32", "table")
     assert table.forward > first.forward
-    # The forward pass computes the part of the gradient that depends on gamma. Counts are rounded to two digits.
+    # The forward pass also computes the part of the gradient that depends on gamma. Counts are rounded to two digits.
     assert table.backward == pytest.approx(first.backward, abs=0.011)
     for gamma in ("3", "1.5"):
         assert counts.count_soft(program, "smoothed", 100, "float32", gamma).both <= most_soft(gamma)

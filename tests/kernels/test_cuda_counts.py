@@ -21,7 +21,7 @@ def test_counts_by_element():
     assert found["instructions"] == 40 * 32 / 256
     assert (found["float64"], found["regions"], found["special"]) == (0.5, 1, 1)
     assert found["wide"] == round(256 * 16 / (256 * 16 + 128 * 4), 2)
-    assert found["bound"] == "memory"  # 8 loads of four quarters each, and 4 stores
+    assert found["bound"] == "memory"  # 8 loads of four 16-byte words each, and 4 stores
 
 
 def test_names_of_kernels():
@@ -41,7 +41,7 @@ def test_table_is_whole_and_passes_its_own_check():
     assert counts.TABLE.read_text() == counts.as_csv(table)
 
 
-# Counts on sm_90 without compensated summation, which costs at most 5 % more.
+# Counts on sm_90 without compensated sums; these cost at most 5 % more.
 PLAIN_SUMS = {
     "brier float32 16896x1000": 27.09,
     "focal float32 16896x1000 smooth": 42.16,

@@ -1,4 +1,4 @@
-"""Launch geometry (csrc/cuda/launch.h): which thread works on what, for every size."""
+"""Launch geometry (csrc/cuda/launch.h): the assignment of work to threads, for every size."""
 
 import ctypes
 import subprocess
@@ -25,7 +25,7 @@ def geometry(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
-# No threshold lies beyond these classes and rows.
+# No threshold lies above these classes and rows.
 def test_every_size_has_a_valid_launch(geometry):
     assert geometry.check_all_row_plans(c_int64(70_000)) is None
 

@@ -1,4 +1,4 @@
-"""Every path through the CUDA kernels once, with small shapes: for the memory checkers, which run a program slowly."""
+"""Every path through the CUDA kernels once, with small shapes, for memory checkers, which slow a program down."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from conftest import assert_close
 import focalkern as fk
 from focalkern import reference
 
-# (rows, classes): the shared-memory tile; a warp, several and one row at a time; a block per row; one block and many;
-# a last tile that is not full; row lengths off the vector width; few rows, in chunks.
+# (rows, classes): the tile in shared memory; a warp with one row or several at a time; a block per row; one block and
+# many; an incomplete last tile; row lengths off the vector width; few rows, in chunks.
 ROWS = [(3, 10), (700, 10), (65, 17), (300, 100), (33, 130), (20, 1000), (3, 5001), (3, 20_011)]
 
 
@@ -32,7 +32,7 @@ def test_focal_loss(cuda, rows, classes, dtype):
             lambda z, r=reduction: reference.focal_loss(z, target, 2.0, reduction=r),
             logits.double().detach().requires_grad_(),
         )
-        if reduction == "mean":  # an upstream gradient of another dtype draws other numbers
+        if reduction == "mean":  # an upstream gradient of another dtype would draw other numbers
             assert_close(grad, expected_grad, dtype)
         assert_close(loss, expected, dtype)
 

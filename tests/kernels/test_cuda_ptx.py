@@ -3,11 +3,11 @@ objects, tools/cuda/sass runs machine code. The cases are those of test_cuda_shi
 
 Beyond their results, every access is checked: bounds, alignment, races, and values that were never written.
 
-Other ways of running them (tools/cuda/proof.py tries them all), by FOCALKERN_PTX="name=value,...":
+FOCALKERN_PTX="name=value,..." sets other ways of running them (tools/cuda/proof.py tries all):
     arch          75, 80, 90 (the default), 100; or machine_code for that of sm_90, machine_code_100 of sm_100
-    library       one that was built before, and code, the text of its machine code
+    library an existing library; and code, the text of its machine code
     cases         modules of tools.cuda.cases, joined by "+"
-    report        a file that takes how much was executed: launches, blocks, instructions of warps and of threads
+    report a file for the amount of executed work: launches, blocks, instructions of warps and of threads
     random_lanes, resident, approx_error, global_races: see Settings in ptx/basics.h
 """
 
@@ -26,7 +26,7 @@ SETTINGS = dict(item.split("=") for item in os.environ.get("FOCALKERN_PTX", "").
 
 
 def built(folder: Path) -> tuple[Path, Path | None]:
-    """The library, and the machine code that it shall run."""
+    """The library, and the machine code that it runs."""
     if "library" in SETTINGS:
         return Path(SETTINGS["library"]), Path(SETTINGS["code"]) if "code" in SETTINGS else None
     return build.build(folder, SETTINGS.get("arch", "90"))
@@ -53,7 +53,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
 
 @pytest.fixture(autouse=True)
 def nothing_to_report(library: ctypes.CDLL) -> Iterator[None]:
-    """No launch may leave a report behind."""
+    """Fails if a launch left an error report."""
     library.ptxrun_clear_errors()
     yield
     assert library.ptxrun_error_count() == 0, library.ptxrun_error(c_int64(0)).decode()

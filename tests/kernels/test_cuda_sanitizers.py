@@ -1,5 +1,5 @@
-"""The source of the CUDA kernels on the host shim, every kernel over shapes and layouts (shim/driver.cpp), under
-ThreadSanitizer and AddressSanitizer; and under UndefinedBehaviorSanitizer the formulas that host and device share.
+"""Every CUDA kernel on the host shim over shapes and layouts (shim/driver.cpp), under ThreadSanitizer and
+AddressSanitizer. The formulas that host and device share run under UndefinedBehaviorSanitizer.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 
 build = pytest.importorskip("tools.cuda.build", reason="the tools are in the source tree only")
 
-# ThreadSanitizer misses a struct that a call stores into shared memory; member by member it sees the store.
+# ThreadSanitizer misses a struct that a call stores into shared memory; it sees stores of single members.
 STORE = "gradients[thread] = row_gradient(args, first + thread, offset);"
 MEMBERS = (
     "{ const auto q = row_gradient(args, first + thread, offset); volatile auto& w = gradients[thread];"
@@ -22,7 +22,7 @@ MEMBERS = (
 
 
 def result(program: Path, seed: int, poison: int) -> str:
-    """The hash of all results; a report of a sanitizer fails."""
+    """The hash of all results; a sanitizer's report is a failure."""
     options = {
         "TSAN_OPTIONS": "history_size=2 exitcode=66",
         "ASAN_OPTIONS": "detect_leaks=0 detect_stack_use_after_return=0",
@@ -36,7 +36,7 @@ def result(program: Path, seed: int, poison: int) -> str:
 
 
 def built_and_run(folder: Path, flags: tuple[str, ...], runs: list[tuple[int, int]]) -> list[str]:
-    """With half of the processors: the hash of each run, by seed and poison."""
+    """The hash of each run, by seed and poison, with half of the processors."""
     shutil.copytree(build.CSRC, folder / "csrc")
     focal_loss = folder / "csrc/cuda/focal_loss_rows.cuh"
     assert STORE in focal_loss.read_text()
@@ -48,13 +48,13 @@ def built_and_run(folder: Path, flags: tuple[str, ...], runs: list[tuple[int, in
 
 @pytest.fixture(scope="module")
 def hashes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[list[str]]]]:
-    """By sanitizer. Both are built and run at the same time; they take about the same time."""
+    """The runs by sanitizer. Both sanitizers are built and run at the same time, as they take about equally long."""
     try:
         build.compiler()
         build.tool("setarch")
     except build.ToolMissingError as problem:
         pytest.skip(str(problem))
-    # -O0: optimizing would take longer than the run.
+    # -O0: optimization would take longer than the run.
     how = {
         "address": (("-fsanitize=address", "-O0"), [(1, 0xFF), (2, 0)]),
         "thread": (("-fsanitize=thread",), [(3, 0x7F)]),
@@ -72,7 +72,7 @@ def test_thread_sanitizer_has_no_report(hashes):
 
 
 def test_formulas_are_defined_everywhere(tmp_path):
-    """For any argument: no overflow of an integer, no shift of a negative one."""
+    """For every argument, no integer overflows and no negative integer is shifted."""
     try:
         compiler = build.compiler()
     except build.ToolMissingError as problem:

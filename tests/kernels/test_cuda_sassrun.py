@@ -42,7 +42,7 @@ UNKNOWN = {
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory):
-    """Reads one kernel: the output of decode.cpp, and what it says on stderr."""
+    """Reads one kernel: the stdout and stderr of decode.cpp."""
     folder = tmp_path_factory.mktemp("sassrun")
     program, source = folder / "decode", build.HERE / "sass/decode.cpp"
     try:

@@ -1,5 +1,7 @@
-"""The frame of the GPU check: a stage that fails, crashes or has no time left does not affect the others. No GPU is
-needed here."""
+"""The stages of the GPU check: a failure, crash or timeout of one does not affect the others.
+
+No GPU is needed.
+"""
 
 import argparse
 import json
@@ -59,7 +61,7 @@ def test_a_failing_stage_is_a_result(arguments, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_stage_runs_in_its_own_process(arguments):
     result = gpu_check.run_stage("resources", arguments, time.monotonic() + 100)
-    # No CUDA kernels, or kernels and no GPU: the stage itself needs none.
+    # No CUDA kernels, or kernels but no GPU: the stage itself needs neither.
     assert result["stage"] == "resources"
     assert (
         result["status"] == "passed" or "without CUDA kernels" in result["summary"] or "cuobjdump" in result["summary"]
@@ -173,7 +175,7 @@ def test_the_committed_counts_can_be_compared(tmp_path):
 
 
 def test_a_stage_leaves_time_for_those_after_it(arguments):
-    # Later stages need 100 seconds: the tests do not begin, and the sanitizer after them could.
+    # Later stages reserve 100 seconds, so the tests do not begin; the sanitizer stage after them could.
     end = time.monotonic() + 100
     result = gpu_check.run_stage("tests", arguments, end, later=["benchmarks", "sanitizer"])
     assert "no time left" in result["summary"]

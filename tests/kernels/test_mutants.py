@@ -1,4 +1,4 @@
-"""The planted faults (mutants.py) fit the source: each replaces text that exists."""
+"""The planted faults (mutants.py) match the source: each replaces existing text."""
 
 import pytest
 

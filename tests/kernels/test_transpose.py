@@ -1,4 +1,4 @@
-"""Rows of few classes, which the CPU kernels turn into columns: conversions, and the look-up of a vector of rows."""
+"""Rows of few classes, which the CPU kernels transpose: conversions, and the look-up of gammas for a vector of rows."""
 
 import math
 
@@ -19,8 +19,8 @@ def gradient(z, target, upstream, gamma):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_float32_rounded(dtype):
-    # Around the sizes that are transposed together: 4 rows and classes, 8 classes, 16 rows, 64 rows; odd numbers of
-    # classes.
+    # Sizes around those that are transposed together (4 rows and classes, 8 classes, 16 rows, 64 rows), and odd numbers
+    # of classes.
     for classes in (2, 4, 5, 7, 8, 9, 10, 16, 19, 31, 32):
         for n in (3, 4, 15, 16, 17, 63, 64, 65, 90):
             z = (4 * torch.randn(n, classes)).to(dtype)
@@ -28,7 +28,7 @@ def test_half_precision_is_float32_rounded(dtype):
             z[n - 1, classes - 1] = math.nan
             target = torch.randint(classes, (n,))
             target[1] = -100
-            # Upstream gradients so small that some slopes are denormal numbers, or so large that they overflow.
+            # Upstream gradients so small that some gradients are denormal, or so large that they overflow.
             upstream = (torch.randn(n) * 10.0 ** torch.randint(-6, 5, (n,))).to(dtype)
             expected = gradient(z.float(), target, upstream, 1.5).to(dtype)
             found = gradient(z, target, upstream, 1.5)
@@ -38,7 +38,7 @@ def test_half_precision_is_float32_rounded(dtype):
 
 @pytest.mark.parametrize("n_bins", [1, 2, 3, 15, 16, 17, 40])
 def test_table_of_any_length(n_bins):
-    # Equal edges, which leave bins empty, and gammas of both signs.
+    # Equal edges, which make bins empty, and gammas of both signs.
     inner = torch.rand(n_bins - 1).sort().values
     if n_bins > 2:
         inner[1] = inner[0]

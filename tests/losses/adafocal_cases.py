@@ -19,7 +19,7 @@ def validation(n=200, c=5, sharpness=3.0, dtype=torch.float64, device="cpu"):
 
 
 def snapshot(loss):
-    """Everything in the state, exactly."""
+    """Compares everything in two states exactly."""
 
     def plain(value):
         if isinstance(value, torch.Tensor):
@@ -32,7 +32,7 @@ def snapshot(loss):
 
 
 def extra_of(state):
-    """The history and the waiting samples of a state in the form that version 0.1 saved them in."""
+    """The history and the accumulated samples of a state, in the format of version 0.1."""
     loss = fk.AdaFocalLoss()
     loss.set_extra_state(state["_extra_state"])
     return {

@@ -1,4 +1,4 @@
-"""AdaFocal: bins and gammas against the published algorithm, sample by sample; saved state; two processes."""
+"""AdaFocal: bins and gammas compared with the published algorithm, sample by sample."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ import focalkern as fk
 
 
 def published_rule(gamma, error, *, lam=1.0, gamma_max=20.0, gamma_min=-2.0, switch=0.2):
-    """One bin, one epoch."""
+    """The published update of one bin in one epoch."""
     gamma = gamma * math.exp(lam * error) if gamma > 0 else gamma * math.exp(-lam * error)
     if abs(gamma) < switch:
         gamma = -switch if gamma > 0 else switch
@@ -50,7 +50,7 @@ def published_bins(confidence, correct, n_bins):
     ],
 )
 def test_trajectory_is_the_published_rule(settings):
-    """A recorded sequence of statistics: bins that stay over-confident, stay under-confident, and change their mind."""
+    """A recorded sequence of statistics of bins: always over-confident, always under-confident, or in turns."""
     epochs, n_bins = 40, 6
     drift = torch.tensor([0.3, -0.3, 0.05, -0.05, 0.0, 0.0], dtype=torch.float64)
     confidence = torch.linspace(0.35, 0.65, n_bins, dtype=torch.float64).expand(epochs, -1)
@@ -75,7 +75,7 @@ def test_trajectory_is_the_published_rule(settings):
     assert len(loss.history) == epochs
 
     if settings == {"lam": 4.0, "gamma_max": 3.0, "gamma_min": -1.5}:
-        # The sequence reaches both signs, both switches and both clips.
+        # The sequence includes both signs, both switches and both clips.
         path = torch.tensor(trajectory)
         assert (path == 3.0).any()
         assert (path == -1.5).any()
@@ -111,7 +111,7 @@ def test_one_update(gamma, error, expected):
 
 
 def test_extreme_settings_stay_finite():
-    """exp overflows: the clip holds; and 0 * inf is 0."""
+    """exp overflows: the clip applies, and 0 * inf is 0."""
     loss = fk.AdaFocalLoss(2, lam=1e4, gamma_init=0.0, switch=0.0)
     loss.bin_gammas[1] = 1.0
     loss.update_bins([0, 0.5, 1], [1.0, 1.0], [0.0, 0.0])
@@ -170,7 +170,7 @@ def test_ties_make_empty_bins_that_keep_their_gamma():
 
 
 def test_a_training_sample_is_looked_up_by_the_probability_of_its_target():
-    """p of the target, not the confidence, decides the bin [lo, hi); outer bins are open-ended."""
+    """p of the target, not the confidence, determines the bin [lo, hi); the outer bins are unbounded."""
     loss = fk.AdaFocalLoss(3, reduction="none")
     loss.update_bins([0.1, 0.3, 0.5, 0.9], [0.2, 0.4, 0.8], [0.05, 0.9, 0.8])
     gammas = loss.bin_gammas.tolist()
@@ -210,7 +210,7 @@ def test_ignored_samples_pixels_and_other_forms(device):
     loss.accumulate(logits[:1], torch.tensor([255], device=device))
     assert loss.n_accumulated == 0
     holes = torch.full((10, 21), 255, device=device)
-    pixels = torch.full((10, 5, 21), NAN, dtype=torch.float64, device=device)  # ignored entries may hold anything
+    pixels = torch.full((10, 5, 21), NAN, dtype=torch.float64, device=device)  # ignored entries may have any value
     holes[:, :20], pixels[:, :, :20] = target.reshape(10, 20), logits.reshape(10, 20, 5).movedim(-1, 1)
     loss.accumulate(pixels[:9], holes[:9].to(torch.uint8))
     loss.accumulate(pixels[9].T.contiguous(), holes[9].int())
@@ -265,7 +265,7 @@ def test_a_compiled_step_sees_the_update():
     before = compiled(logits, target)
     edges = loss.bin_edges
     loss.update(logits, target)
-    assert loss.bin_edges is edges  # in place, so captured CUDA graphs see it too
+    assert loss.bin_edges is edges  # in place, so captured CUDA graphs use the new values, too
     with torch.compiler.set_stance("fail_on_recompile"):
         after = compiled(logits, target)
     assert after != before

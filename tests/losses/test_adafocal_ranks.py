@@ -72,7 +72,7 @@ def process(rank, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Two processes are started once for all tests: starting takes longer than the tests."""
+    """Both processes start once for all tests, because their start takes longer than the tests."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("this torch has no gloo processes")
     folder = tmp_path_factory.mktemp("ranks")
@@ -101,7 +101,7 @@ def test_every_rank_ends_as_one_process_with_all_samples(ranks, case):
     for rank in ranks:
         assert_state(rank[case], one)
         extra = extra_of(rank[case])
-        assert extra["history"][0]["count"].sum() == 199  # all but the lowest
+        assert extra["history"][0]["count"].sum() == 199  # all bins but the lowest
         assert len(extra["confidence"]) == 0
     assert torch.equal(ranks[0][case]["bin_gammas"], ranks[1][case]["bin_gammas"])
     assert torch.equal(ranks[0][case]["bin_edges"], ranks[1][case]["bin_edges"])
@@ -124,7 +124,7 @@ def test_an_error_on_one_rank_is_one_on_all(ranks):
 
 
 def test_a_distributed_checkpoint_has_the_whole_state(tmp_path):
-    """Its loader fills tensors of known sizes, and history and waiting samples have none: the way back is a file."""
+    """The loader fills tensors of known size. History and accumulated samples have none: they go through a file."""
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -133,7 +133,7 @@ def test_a_distributed_checkpoint_has_the_whole_state(tmp_path):
     loss.update(logits, target)
     loss.accumulate(logits, target)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of a checkpoint of one process
+        warnings.simplefilter("ignore")  # torch's warning about a checkpoint of one process
         dcp.save({"model": loss.state_dict()}, checkpoint_id=str(tmp_path / "checkpoint"))
         dcp_to_torch_save(str(tmp_path / "checkpoint"), str(tmp_path / "checkpoint.pt"))
     again.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["model"])

@@ -23,7 +23,7 @@ def through_a_file(state):
 
 
 def test_training_goes_on_from_a_checkpoint():
-    """Saved in the middle of a validation, after two updates: the rest gives the same bits."""
+    """Saved during a validation, after two updates; the continued run gives bitwise the same results."""
     straight = fk.AdaFocalLoss()
     for sharpness in (1.0, 3.0):
         straight.update(*validation(sharpness=sharpness))
@@ -73,7 +73,7 @@ def test_the_state_is_tensors_and_that_of_version_0_1_loads(dtype):
     resumed = fk.AdaFocalLoss()
     resumed.load_state_dict(through_a_file(old))
     assert snapshot(resumed) == snapshot(loss)
-    # As bytes they survive what a cast of a state does to floating-point tensors.
+    # As bytes they survive casts of a state, which round floating-point tensors.
     assert state["_extra_state"].dtype == torch.uint8
 
 

@@ -1,4 +1,4 @@
-"""Class weights by the effective number of samples, against the formula at 60 digits."""
+"""Class weights by the effective number of samples, compared with the formula at 60 digits."""
 
 import mpmath
 import pytest

@@ -1,5 +1,4 @@
-"""Dynamic fine-tuning, ``modulation="confidence"``: compared with the formulas of TRL and Liger, and with p or gamma
-0."""
+"""Dynamic fine-tuning, ``modulation="confidence"``: the formulas of TRL and Liger, p = 0, and gamma = 0."""
 
 import math
 
@@ -12,7 +11,7 @@ import focalkern as fk
 
 
 def trl(logits, labels, num_items_in_batch=None):
-    """TRL's ``loss_type="dft"``, as its documentation has it: labels are shifted, -100 does not count."""
+    """TRL's ``loss_type="dft"`` as documented: labels are shifted, and -100 is ignored."""
     labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
     counts = labels != -100
     log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -21,7 +20,7 @@ def trl(logits, labels, num_items_in_batch=None):
 
 
 def liger(hidden, weight, target):
-    """Liger's fused linear cross-entropy with ``use_token_scaling``: the loss of a row by its p, which is detached."""
+    """Liger's fused linear cross-entropy with ``use_token_scaling``: the loss of a row times its detached p."""
     loss = F.cross_entropy(hidden @ weight.T, target, ignore_index=-100, reduction="none")
     scale = torch.exp(-loss).detach()
     return (scale * loss).sum() / (target != -100).sum()

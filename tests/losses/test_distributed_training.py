@@ -1,4 +1,4 @@
-"""Training in two gloo processes under DistributedDataParallel, against one process with the whole batch."""
+"""Training in two gloo processes under DistributedDataParallel, compared with one process and the whole batch."""
 
 import datetime
 import time
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import focalkern as fk
 
 RANKS = 2
-TIMEOUT = datetime.timedelta(seconds=90)  # a step takes milliseconds: only a process that waits for another gets there
+TIMEOUT = datetime.timedelta(seconds=90)  # reached only by a process that waits for another one
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo processes"
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def problem():
-    """Network, training samples and validation samples, the same in every process."""
+    """The network, the training samples and the validation samples, equal in every process."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     x = torch.randn(96, 6, dtype=torch.float64)
@@ -31,15 +31,16 @@ def problem():
 
 
 def share(values, rank):
-    """Every second sample. An epoch has the same samples in the same batches as in one process."""
+    """Every second sample. The two processes together have the batches of one process."""
     return values if rank is None else values[rank::RANKS]
 
 
 def train(model, criterion, rank, ignored=(), by_count=False):
     """Three epochs of two batches, with an update of the schedule after each; returns the results.
 
-    With rank None it is one process; else the process has its share of every batch. A loss that is a sum is divided
-    by the count of all ranks, times RANKS, because DistributedDataParallel takes the mean of the ranks' gradients.
+    With rank None one process has whole batches; otherwise each process has its share of every batch. A summed loss is
+    divided by the count of all ranks and multiplied by RANKS, because DistributedDataParallel averages the ranks'
+    gradients.
     """
     _, (x, y), (validation_x, validation_y) = problem()
     y[list(ignored)] = -100
@@ -72,7 +73,7 @@ def train(model, criterion, rank, ignored=(), by_count=False):
     }
 
 
-IGNORED = (0, 2, 4, 6, 8, 16, 17, 18)  # five of the first batch, all of rank 0; three of the second
+IGNORED = (0, 2, 4, 6, 8, 16, 17, 18)  # five of the first batch, all on rank 0; three of the second
 CASES = {
     "mean": (lambda: fk.FocalLoss(2.0), {}),
     "sum, by count": (lambda: fk.FocalLoss(2.0, reduction="sum"), {"ignored": IGNORED, "by_count": True}),
@@ -93,7 +94,7 @@ def process(rank, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """The final states of the two processes: one start for all cases, because it takes longer than all of them."""
+    """The final states of the two processes. All cases share one start, which takes longer than all of them."""
     folder = tmp_path_factory.mktemp("ranks")
     context = mp.spawn(process, args=(str(folder),), nprocs=RANKS, join=False)
     end = time.monotonic() + TIMEOUT.total_seconds()
@@ -116,7 +117,7 @@ def test_two_processes_train_as_one(name, ranks, alone):
     for rank in ranks:
         for kind in ("gradients", "parameters", "gammas"):
             assert_close(rank[name][kind], alone[name][kind])
-    # The ranks have each a part of the batch; the mean of their losses is that of the batch.
+    # Each rank has part of the batch; the mean of the ranks' losses is the loss of the batch.
     assert_close(torch.stack([rank[name]["losses"] for rank in ranks]).mean(0), alone[name]["losses"])
     assert not torch.equal(ranks[0][name]["losses"], ranks[1][name]["losses"])
 
@@ -128,8 +129,8 @@ def test_adafocal_ends_with_the_same_bits_on_every_rank(ranks):
 
 
 def test_the_mean_of_the_ranks_means_is_another_loss_where_labels_are_ignored(ranks, alone):
-    # Why the page on training loops divides a sum: the same step through "mean" gives rank 0's three labels the weight
-    # of eight.
+    # The reason why the page on training loops divides a sum: with "mean", the same step gives rank 0's three labels
+    # the weight of eight.
     name = "mean, with ignored labels"
     difference = ranks[0][name]["gradients"][0] - alone[name]["gradients"][0]
     assert difference.norm() > 0.1 * alone[name]["gradients"][0].norm()

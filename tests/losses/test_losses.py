@@ -1,6 +1,6 @@
-"""The training losses: definitions at 300 digits, the options of cross-entropy, and no look at the device.
+"""The training losses: definitions at 300 digits.
 
-AdaFocal's bins and updates are in test_adafocal.py; that gamma tables are looked up right is in test_focal_loss.py.
+AdaFocal's bins and updates are in test_adafocal.py; the look-up of gamma tables is in test_focal_loss.py.
 """
 
 import mpmath
@@ -15,8 +15,9 @@ from mpmath import mpf
 import focalkern as fk
 from focalkern.reference._softmax_losses import ROW_LOSSES
 
-# One row each: ordinary; the target 80 above or below the others; saturated far beyond exp's range, both ways; the
-# target largest by a small margin; a tie with the target (no rival strictly below it but one); all equal; two classes.
+# Rows: an ordinary one; the target 80 above or below the others; saturated far beyond exp's range, in both directions;
+# the target largest by a small margin; a tie with the target (only one class strictly below it); all equal; two
+# classes.
 ROWS = [
     ([0.3, -1.2, 0.9, 2.0], 2),
     ([80.0, 0.0, -3.0, 1.5], 0),
@@ -54,7 +55,7 @@ def dual(gamma):
         t = shares(len(z), y, smoothing)
         total = mpf(0)
         for k in range(len(z)):
-            # Relative to the logits: equal ones stay equal when a third is moved for a derivative.
+            # Relative to the logits, so that equal logits stay equal when a third one is moved for a derivative.
             below = max((p[j] for j in range(len(z)) if z[j] < z[k]), default=mpf(0))
             total -= t[k] * (1 - p[k] + below) ** mpf(gamma) * mpmath.log(p[k]) if t[k] else 0
         return total
@@ -147,13 +148,13 @@ def test_value_and_gradient_at_300_digits(name, smoothing):
             input = torch.tensor([z], dtype=dtype, requires_grad=True)
             found = loss(input, torch.tensor([y]))
             assert_close(found, torch.tensor([expected], dtype=torch.float64))
-            if not (tied and name.startswith("dual")):  # no derivative exists there
+            if not (tied and name.startswith("dual")):  # the derivative does not exist there
                 assert_close(gradient(found.sum(), input)[0], torch.tensor(expected_slope, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", ["dual 5", "brier", "focal 3", "poly", "poly, the two terms cancel"])
 def test_small_values_keep_their_relative_precision(name):
-    """1 - p taken from the other classes: near p = 1 no digit is lost that an absolute tolerance would hide."""
+    """1 - p is a sum of the other classes and keeps its digits near p = 1. The tolerance is relative to show it."""
     make, definition = DEFINED[name]
     z, y = [12.0, 0.0, -3.0, 1.5], 0
     with oracle.precision():
@@ -180,7 +181,7 @@ def mmce_by_definition(z, y, weighted):
         total = mpmath.fsum((c[i] - r[i]) * (c[j] - r[j]) * kernel(i, j) for i in range(m) for j in range(m)) / m**2
     elif correct in (0, m):
         total = mpf(0)
-    else:  # as printed by Kumar et al.: three sums
+    else:  # three sums, as printed by Kumar et al.
         total = mpf(0)
         for i in range(m):
             for j in range(m):
@@ -220,11 +221,11 @@ def test_mmce_at_300_digits(z, y, weighted):
         assert_close(gradient(found, input).flatten(), torch.tensor(slope, dtype=torch.float64))
 
 
-# Sorted by insertion, by short and by long digits; and by all digits of confidences that differ in their last ones
-# only, beside one that is far away.
+# Sizes for insertion sort and for radix sort with short and with long digits; and confidences that differ only in their
+# last digits, beside one that is far away.
 @pytest.mark.parametrize("n, apart", [(12, 1), (300, 1), (1500, 1), (300, 1e-10), (1500, 1e-10)])
 def test_mmce_of_many_samples_is_its_double_sum(n, apart):
-    """Ties included, which have a share in the value and none in the derivative."""
+    """Includes ties, which contribute to the value but not to the derivative."""
     input, target = batch(n)
     with torch.no_grad():
         input[2:] = input[1] + apart * (input[2:] - input[1])
@@ -247,6 +248,6 @@ def test_mmce_of_a_perfect_batch_has_a_gradient():
 
 
 def test_mmce_needs_no_memory_for_pairs():
-    """250 000 pixels: their kernel matrix would have 500 GB."""
+    """250,000 pixels, whose kernel matrix would take 500 GB."""
     input, target = torch.randn(1, 3, 500, 500), torch.randint(3, (1, 500, 500))
     assert fk.MMCELoss()(input, target) > F.cross_entropy(input, target)

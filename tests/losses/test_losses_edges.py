@@ -10,14 +10,14 @@ from focalkern.reference._softmax_losses import ROW_LOSSES
 
 FINITE_AT_ZERO = {spec.short for spec in ROW_LOSSES.values() if not spec.infinite_at_zero}
 
-# The norm of logits of -inf is infinite everywhere.
+# The norm of a row with a logit of -inf is infinite.
 INFINITE_AT_ZERO = [name for name in PER_SAMPLE if name not in FINITE_AT_ZERO and name != "norm"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_extreme_logits_are_finite_in_every_dtype(name, dtype, device):
-    """+-1e4, beyond exp's range by far, probability of the target 1 or 0; and the dtype of the loss."""
+    """Logits of +-1e4, far beyond exp's range: the target has probability 1 or 0. Also checks the dtype of the loss."""
     input = torch.tensor([[1e4, -1e4, 0.0], [0.0, 1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype, device=device)
     input.requires_grad_()
     for target in ([0, 1, 0], [1, 2, 2]):
@@ -42,7 +42,7 @@ def test_a_class_without_rivals_is_certain(name, z):
 @pytest.mark.parametrize("z", [[1.0, -torch.inf, 0.0], [-torch.inf, -torch.inf, 0.0], [-torch.inf, 2.0, -torch.inf]])
 @pytest.mark.parametrize("y", [0, 1, 2])
 def test_masked_classes_have_a_gradient_also_as_the_target(name, z, y, smoothing):
-    """A target with p = 0 costs infinitely much, and pulls as hard as in cross-entropy; logits of -inf are no NaN."""
+    """A target with p = 0 has an infinite loss and the gradient of cross-entropy; logits of -inf give no NaN."""
     input = torch.tensor([z], requires_grad=True)
     found = LOSSES[name](label_smoothing=smoothing)(input, torch.tensor([y]))
     slope = gradient(found, input)
@@ -78,11 +78,11 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(lambda z: loss(z, target), input)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, in jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # a warning of torch, in jvp
 @pytest.mark.parametrize("name", ["dual", "brier", "norm", "mmce", "mmce, weighted"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_second_derivatives_and_function_transforms(name, smoothing):
-    """The fused losses have theirs in test_focal_loss.py."""
+    """test_focal_loss_derivatives.py has those of the fused losses."""
     input, target = batch(6, 4)
     loss = LOSSES[name](label_smoothing=smoothing)
     assert torch.autograd.gradgradcheck(lambda z: loss(z, target), input)

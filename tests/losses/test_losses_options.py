@@ -50,7 +50,7 @@ def test_coefficients_of_zero_leave_cross_entropy(soft):
 
 
 def test_dual_detached_and_smoothed_near_zero():
-    """A detached factor has the coefficient of cross-entropy. Smoothed labels take another path to the same limit."""
+    """A detached factor has the coefficient of cross-entropy. Smoothed labels: another formula, the same limit."""
     input, target = batch()
     p = input.detach().softmax(-1)
     p_y = p.gather(1, target[:, None])
@@ -89,7 +89,7 @@ def test_class_probabilities():
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", PER_SAMPLE)
 def test_reductions_weights_and_ignored_samples(name, device):
-    """The mean divides by the summed weight of the samples that count; the ignored may hold anything."""
+    """The mean divides by the summed weight of the samples that count; ignored samples may have any value."""
     input, target = batch(device=device)
     weight = torch.rand(7, dtype=torch.float64, device=device) + 0.5
     ignored = target == 3
@@ -118,7 +118,7 @@ def test_a_class_weight_scales_the_loss_of_its_samples(name):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_mmce_options(weighted):
-    """Class weights and smoothing are in the cross-entropy; the sum counts the error once per sample."""
+    """Class weights and smoothing apply to the cross-entropy; the sum counts the error once per sample."""
     input, target = batch()
     options = {"weight": torch.rand(7, dtype=torch.float64), "label_smoothing": 0.1, "ignore_index": 3}
     valid = target != 3

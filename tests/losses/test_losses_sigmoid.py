@@ -41,7 +41,7 @@ def test_sigmoid_focal_loss_at_300_digits(gamma, t):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 2.0])
 def test_sigmoid_focal_loss_is_finite(dtype, gamma, device):
-    """Includes logits whose 1 - p_t is subnormal: sizes of 88 to 104 in float32 and 708 to 746 in float64."""
+    """Includes logits for which 1 - p_t is subnormal: magnitudes of 88 to 104 in float32 and 708 to 746 in float64."""
     magnitudes = torch.cat([torch.linspace(80, 110, 61), torch.linspace(700, 750, 51), torch.tensor([1e4])])
     input = torch.cat([magnitudes, -magnitudes]).to(device, dtype).requires_grad_()
     for t in (0.0, 1.0, 0.5):
@@ -55,7 +55,7 @@ def test_sigmoid_focal_loss_is_finite(dtype, gamma, device):
 @pytest.mark.parametrize("alpha", [0.25, 0.0, -1])
 @pytest.mark.parametrize("gamma", [0.0, 0.7, 2.0])
 def test_sigmoid_focal_loss_is_torchvisions(reduction, alpha, gamma):
-    """With gradients in the logits and in the targets, which are 0, 1 and between."""
+    """With gradients in the logits and in the targets, which are 0, 1 and values between."""
     theirs = peer("torchvision.ops").sigmoid_focal_loss
     input = torch.randn(50, 3, dtype=torch.float64).mul_(4).requires_grad_()
     target = torch.rand(50, 3, dtype=torch.float64)

@@ -56,7 +56,7 @@ def test_settings_are_shown():
 
 
 def test_gammas_move_with_the_module_and_keep_their_precision(device):
-    """Half precision would move the edges of the bins and stop small updates."""
+    """Half precision would move the edges of bins and lose small updates."""
     model = torch.nn.ModuleList([fk.FLSDLoss([0, 0.3, 1], [5.1, 3.1]), fk.AdaFocalLoss(), fk.FocalLoss(fk.FLSD_53)])
     model.append(fk.FocalLoss(torch.tensor(1.5)))
     model.to(device=device, dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def test_gammas_move_with_the_module_and_keep_their_precision(device):
 
 @pytest.mark.parametrize("make", [fk.FLSDLoss, fk.AdaFocalLoss])
 def test_a_schedule_goes_to_the_device_of_the_logits(make, monkeypatch):
-    """As nn.CrossEntropyLoss() these take nothing from their user that would have to be moved."""
+    """Like nn.CrossEntropyLoss(), these losses have no argument that the user would have to move."""
     given = []
     monkeypatch.setattr(make, "_function", staticmethod(lambda input, target, gamma, **_: given.append(gamma)))
     loss = make(weight=torch.ones(3))
@@ -80,7 +80,7 @@ def test_a_schedule_goes_to_the_device_of_the_logits(make, monkeypatch):
     assert given[0].edges.device.type == given[0].gammas.device.type == "cuda"
     kept = {name: buffer for name, buffer in loss.named_buffers() if name != "weight"}
     assert {(buffer.device.type, buffer.dtype) for buffer in kept.values()} == {("cuda", torch.float64)}
-    assert loss.weight.device.type == "cpu"  # the user's own, as in cross-entropy
+    assert loss.weight.device.type == "cpu"  # the user's own tensor is not moved, as in cross-entropy
 
 
 @pytest.mark.parametrize("make", [fk.FLSDLoss, fk.AdaFocalLoss])
@@ -160,7 +160,7 @@ def test_a_loss_inside_a_model_loads_with_it():
     one["criterion"].gammas[0] = 4.0
     two.load_state_dict(one.state_dict())
     assert two["criterion"].gammas[0] == 4.0
-    # A checkpoint from before the model had a loss.
+    # A checkpoint saved before the model had a loss.
     result = two.load_state_dict({"net.weight": torch.ones(2, 2), "net.bias": torch.ones(2)}, strict=False)
     assert result.missing_keys == ["criterion.edges", "criterion.gammas"]
     assert two["criterion"].gammas[0] == 4.0
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_another_loss_is_loaded_without_it_on_demand():
     assert result.missing_keys == result.unexpected_keys[:-1] == ["criterion.gamma"]
     assert result.unexpected_keys[-1].startswith("criterion.InverseFocalLoss: the checkpoint has another loss")
     assert (two["criterion"].gamma, two["net"].weight[0, 0]) == (1, 3)
-    # A class of the user's own is the loss that it is derived from.
+    # A subclass of the user counts as the loss that it derives from.
     derived = model_with(type("Own", (fk.FocalLoss,), {})(torch.tensor(5.0)))
     derived.load_state_dict(one.state_dict())
     assert derived["criterion"].gamma == 2
@@ -195,7 +195,7 @@ def through_a_file(state):
 
 
 def test_the_table_of_flsd_is_no_part_of_a_state():
-    """So that cross-entropy's checkpoints load strictly; those of version 0.1, which had it, still do."""
+    """Checkpoints of cross-entropy must load strictly. Those of version 0.1, which had the table, still load."""
     model = model_with(fk.FLSDLoss())
     model.load_state_dict(model_with(torch.nn.CrossEntropyLoss()).state_dict())
     assert model["criterion"].state_dict() == {}

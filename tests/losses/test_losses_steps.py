@@ -1,4 +1,4 @@
-"""Steps of the training losses: nothing waits for the device, one graph, export."""
+"""Training steps of the losses: no synchronisation with the device, one graph, export."""
 
 import pytest
 import torch

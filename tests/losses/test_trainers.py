@@ -80,7 +80,7 @@ def test_hugging_face_trainer_of_a_causal_model(tmp_path):
     )
     trainer.train()
 
-    # The same three steps in a plain loop, each over the four rows at once.
+    # The same three steps in a plain loop, each over the four rows together.
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for first in (0, 4, 0):
         batch = rows[first : first + 4]
@@ -182,7 +182,7 @@ def test_lightning_with_a_loss_that_adapts(tmp_path):
         default_root_dir=tmp_path,
     )
     trainer.fit(module, loader(train), loader(validation))
-    assert sanity_checks == [16]  # before the first epoch, and forgotten
+    assert sanity_checks == [16]  # before the first epoch, and discarded
 
     expected, criterion = network(), fk.AdaFocalLoss(n_bins=5)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)

@@ -1,7 +1,6 @@
 """The losses inside the loops of the page "Put a loss into your training loop", run on networks of a few numbers.
 
-Most tests train the same network twice, with the recipe and with the plainest loop, and require equal parameters at the
-end.
+Most tests train the same network twice, with the recipe and with a plain loop, and require equal final parameters.
 """
 
 import copy
@@ -15,7 +14,7 @@ from training_cases import assert_same_parameters, network, samples
 
 import focalkern as fk
 
-# Every loss that takes the place of nn.CrossEntropyLoss; those of one class that differ in how gamma is held, both.
+# Every loss that can replace nn.CrossEntropyLoss; a class that may hold gamma in two ways appears twice.
 LOSSES = {
     "focal": lambda: fk.FocalLoss(2.0),
     "focal, gamma in a buffer": lambda: fk.FocalLoss(torch.tensor(2.0)),
@@ -47,7 +46,7 @@ def test_plain_loop(name):
             optimizer.zero_grad()
         if isinstance(criterion, fk.AdaFocalLoss):
             criterion.update(model(x), y)
-    if not isinstance(criterion, fk.AdaFocalLoss):  # whose scale changes with its gammas
+    if not isinstance(criterion, fk.AdaFocalLoss):  # its scale changes with its gammas
         assert criterion(model(x), y).item() < 0.5 * first
     assert (model(x).argmax(1) == y).double().mean() > 0.9
 
@@ -63,7 +62,7 @@ def dynamo():
 
 
 def other_gammas(criterion, step):
-    """A schedule or an update between steps: other values in the same memory."""
+    """A schedule or an update between steps: new values in the same memory."""
     if isinstance(criterion, fk.AdaFocalLoss):
         torch.manual_seed(step)
         criterion.update(3 * torch.randn(64, 4), torch.randint(4, (64,)))
@@ -75,7 +74,7 @@ def other_gammas(criterion, step):
 
 @pytest.mark.parametrize("name", ["focal, gamma in a buffer", "focal, table", "AdaFocal", "dual", "MMCE"])
 def test_compiled_step_is_one_graph_and_stays_it(name, dynamo):
-    # Forward pass, loss, gradient and update in one graph, which torch allows for autograd.grad.
+    # Forward pass, loss, gradient and update in one graph, which torch supports for autograd.grad.
     x, y = samples()
     models, losses = (network(), network()), []
     criteria = (LOSSES[name](), LOSSES[name]())
@@ -103,10 +102,10 @@ def test_compiled_step_is_one_graph_and_stays_it(name, dynamo):
     assert not torch.equal(models[0][0].weight, network()[0].weight)
 
 
-# torch's own optimizers and decompositions still use torch.jit.script, whose deprecation is torch's matter.
+# torch's own optimizers and decompositions still use torch.jit.script, which is deprecated.
 @pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
 def test_compiled_loop_breaks_where_that_of_cross_entropy_does(dynamo):
-    # backward() and an optimizer end a graph by themselves; the loss must add nothing.
+    # backward() and an optimizer break a graph anyway; the loss must add no break.
     x, y = samples()
     breaks, parameters = [], []
     for criterion in (nn.CrossEntropyLoss(), fk.FocalLoss(0.0)):
@@ -147,7 +146,7 @@ def test_autocast(name, dtype):
     exact = logits.detach().double().requires_grad_()
     expected = criterion(exact, y)
     expected.backward()
-    # The loss is computed in float32, and the gradient is rounded to the dtype of the logits once.
+    # The loss is computed in float32, and the gradient is rounded once, to the dtype of the logits.
     assert_close(loss, expected)
     assert logits.grad.dtype == dtype
     assert_close(logits.grad, exact.grad)
@@ -155,7 +154,7 @@ def test_autocast(name, dtype):
 
 
 def underflowing_problem():
-    """Samples that the network is sure of, and many: the gradient of each logit is below the smallest float16."""
+    """Many samples with high confidence: the gradient of each logit is below the smallest float16."""
     model = network(inputs=6, classes=4)
     with torch.no_grad():
         model[2].weight.mul_(20)
@@ -174,7 +173,7 @@ def test_grad_scaler_keeps_what_float16_loses():
     criterion = fk.FocalLoss(1.0)
     exact = copy.deepcopy(model).double()
     with torch.autocast("cpu", dtype=torch.float16):
-        # The gradient for the same logits as those of the half-precision network.
+        # The gradient in float32, for the same logits as those of the half-precision network.
         half = copy.deepcopy(model)
         logits = half(x)
     exact_logits = logits.detach().double().requires_grad_()
@@ -259,7 +258,7 @@ def test_gradient_accumulation_is_the_whole_batch(name, weighted):
         (criterion(accumulated(x[rows]), y[rows]) / count).backward()
         (make(weight=weight, **options)(means(x[rows]), y[rows]) / 3).backward()
     assert_close(parameter_gradient(accumulated), parameter_gradient(whole), torch.float32)
-    # The mean of the micro batches' means is something else.
+    # The mean of the micro batches' means is another value.
     assert (parameter_gradient(means) - parameter_gradient(whole)).abs().max() > 1e-3
 
 
@@ -295,7 +294,7 @@ def test_segmentation(name, memory_format):
 
 
 def next_token_loss(criterion, logits, labels):
-    """The page's: the labels are shifted, because a slice of the logits would be a copy of them."""
+    """The loss of the page: it shifts the labels, because slicing the logits would copy them."""
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
     return criterion(logits.flatten(0, 1), shifted.flatten())
 
@@ -309,7 +308,7 @@ def test_next_token(name):
     labels[2, 5:] = -100  # padding
     loss = next_token_loss(criterion, logits, labels)
     loss.backward()
-    # Position s predicts token s + 1, in the form (B, V, S - 1) of cross-entropy.
+    # Position s predicts token s + 1, in the layout (B, V, S - 1) of cross-entropy.
     expected = criterion(logits[:, :-1].transpose(1, 2), labels[:, 1:])
     assert_close(loss, expected)
     (expected_grad,) = torch.autograd.grad(expected, logits)

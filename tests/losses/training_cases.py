@@ -11,7 +11,7 @@ def network(seed=0, inputs=6, classes=4):
 
 
 def samples(n=48, inputs=6, classes=4):
-    """A problem that a small network learns, but not at once."""
+    """A problem that a small network learns, but not in the first steps."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, inputs, generator=generator)
     return x, (x @ torch.randn(inputs, classes, generator=generator)).argmax(1)

@@ -17,7 +17,7 @@ UNBINNED = (metrics.smooth_calibration_error, metrics.aurc)
 
 
 def numpy_bins(confidence, n_bins, estimator):
-    """Row indices of each bin, in the words of the definitions."""
+    """Row indices of each bin, by the definitions."""
     if estimator == "equal_mass":
         return np.array_split(np.argsort(confidence, kind="stable"), n_bins)
     if estimator == "equal_width":

@@ -1,4 +1,4 @@
-"""The bootstrap against the metrics on rows drawn again, its intervals against known truths, and the bias floor."""
+"""The bootstrap: replicates compared with metrics of resampled rows, intervals, pairing, and the bias floor."""
 
 import math
 
@@ -32,7 +32,7 @@ def metric(figure, probs, target, n_bins):
     return float(METRICS[figure](probs, target, **options))
 
 
-# More rows than bins, fewer, one; and 15 bins, one, two (the first bin is summed another way than the others).
+# More rows than bins, fewer, one; and 15 bins, one, two (the first bin is summed in another way).
 @pytest.mark.parametrize("n", [211, 6, 1])
 @pytest.mark.parametrize("n_bins", [15, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -79,7 +79,7 @@ def test_log_probabilities_keep_the_likelihood_that_probabilities_lose():
 
 
 def test_correct_may_come_from_the_logits():
-    """A saturated row ties in its probabilities; the logits knew better."""
+    """In a saturated row the probabilities tie, while the logits differ."""
     probs = torch.tensor([[0.5, 0.5]])
     target = torch.tensor([1])
     assert paired_bootstrap({"a": probs}, target, n_resamples=1).interval("a", "accuracy").estimate == 0
@@ -135,7 +135,7 @@ def test_intervals_are_what_their_names_say():
 
     assert interval("percentile") == pytest.approx((0.21, 0.39))
     assert interval("basic") == pytest.approx((0.11, 0.29))
-    # |replicate - 0.25| is at most 0.05 for 51 of the 101, and then grows by 0.002: 0.13 for the 91st.
+    # |replicate - 0.25| is at most 0.05 for 51 of the 101, and then grows by 0.002 each: the 91st has 0.13.
     assert interval("symmetric") == pytest.approx((0.12, 0.38))
 
 
@@ -209,7 +209,7 @@ def test_an_infinite_likelihood_has_no_interval_and_spoils_no_other():
     assert math.isnan(nll.low) and math.isnan(nll.high)
     assert not found.difference("a", "b", "nll").excludes_zero
     assert not found.wins("b", "a", "nll")
-    # Resamples without the row in question are finite.
+    # Resamples without this row are finite.
     drawn = resample_weights(4, range(20), 0)[:, 1] > 0
     replicates = found.replicates[0, found.figures.index("nll")]
     assert 0 < int(drawn.sum()) < 20
@@ -241,7 +241,7 @@ def test_a_bar_shows_when_it_is_asked_for(capsys):
     assert shown.out == ""
 
 
-# Each with the words that must appear: expected and received.
+# Each with words that the message must contain: expected and received.
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

@@ -13,17 +13,16 @@ from focalkern import bootstrap, metrics
 from focalkern.bootstrap import bias_floor, paired_bootstrap
 from focalkern.bootstrap._resampling import uniform_draws
 
-# Confidences on a lattice of bin centres, so that the ECE of infinitely many rows is a sum of nine terms.
+# Confidences at the centres of bins, so that the ECE of infinitely many rows is a sum of nine terms.
 LEVELS = torch.arange(9, dtype=torch.float64) / 20 + 0.525
 SHARE = torch.arange(1, 10, dtype=torch.float64) / 45
 
 
 def test_intervals_contain_the_truth_as_often_as_they_say():
-    """120 data sets of known ECE; the number of covering intervals is binomial, and three deviations are allowed."""
+    """120 data sets of known ECE. The number of covering intervals is binomial, with 3 standard deviations allowed."""
     generator = torch.Generator().manual_seed(7)
     n, trials, level = 800, 120, 0.9
-    # Confidence minus accuracy of each level, in both directions and far from 0. The confidences of model b are 0.05
-    # higher.
+    # Confidence minus accuracy of each level, with both signs and far from 0. Model b's confidences are 0.05 higher.
     gap = 0.1 * torch.tensor([-1.0, -1, -1, 1, 1, 1, 1, 1, 1], dtype=torch.float64)
     chance = LEVELS - gap
     truth = {
@@ -58,7 +57,7 @@ def test_intervals_contain_the_truth_as_often_as_they_say():
 
 
 def test_equally_good_calibrators_seldom_win():
-    """Two temperatures, 1 and 1.0001, put only a few rows into other bins."""
+    """With temperatures 1 and 1.0001, only a few rows are in different bins."""
     generator = torch.Generator().manual_seed(8)
     wins = dict.fromkeys(bootstrap.METHODS, 0)
     trials = 60
@@ -76,9 +75,9 @@ def test_equally_good_calibrators_seldom_win():
         for method in wins:
             difference = dataclasses.replace(found, method=method).difference("a", "b", "ece_equal_width")
             wins[method] += difference.excludes_zero
-    # At level 0.95 three of sixty are expected; three deviations more make eight.
+    # At level 0.95 three of sixty are expected; three standard deviations more make eight.
     assert wins["symmetric"] <= 8
-    # The module's statement about the basic interval.
+    # The module's docstring states this about the basic interval.
     assert wins["basic"] > 8
 
 
@@ -103,7 +102,7 @@ def test_the_floor_is_the_metric_of_labels_drawn_from_the_model(n_bins, device):
 
 
 def test_the_floor_has_the_mean_of_theory():
-    """One bin: |sum of centred Bernoullis| / N, whose mean is sqrt(2 / pi) deviations."""
+    """One bin: the floor is |sum of centred Bernoulli variables| / N, its mean sqrt(2 / pi) standard deviations."""
     confidence = torch.linspace(0.5, 1, 3000, dtype=torch.float64)
     deviation = float((confidence * (1 - confidence)).sum().sqrt()) / 3000
     floor = bias_floor(confidence=confidence, n_bins=1, n_resamples=4000, figures="ece_equal_width")["ece_equal_width"]

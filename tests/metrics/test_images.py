@@ -1,4 +1,4 @@
-"""Metrics of pixels: equal to those of the flattened rows, to the bit, and means over images."""
+"""Metrics of pixels: bitwise equal to those of the flattened rows; means over images."""
 
 import inspect
 
@@ -25,7 +25,7 @@ METRICS = {
     "accuracy": (metrics.accuracy, {}),
     "aurc": (metrics.aurc, {"excess": True}),
 }
-# Of one set, without a mean over images.
+# Metrics of one set, without a mean over images.
 TABLES = {
     "reliability_bins": lambda *given, **options: metrics.reliability_bins(*given, **options).accuracy,
     "risk_coverage": lambda *given, **options: metrics.risk_coverage(*given, **options).risk,
@@ -47,7 +47,7 @@ def pixels():
 
 
 def rows_of(probs):
-    """The classes last, pixel by pixel, in the order of the flattened labels."""
+    """The rows of pixels [N d1 ..., C], in the order of the flattened labels."""
     return torch.stack([probs[i, :, j, k] for i in range(len(probs)) for j in range(SHAPE[0]) for k in range(SHAPE[1])])
 
 
@@ -63,14 +63,14 @@ def test_pixels_are_the_flattened_rows(metric, options):
     counts = ignored.flatten() != IGNORED
     expected = metric(rows[counts], ignored.flatten()[counts], **options)
     assert same(metric(probs, ignored, ignore_index=IGNORED, **options), expected)
-    # Rows [N, C] may be ignored too.
+    # Rows [N, C] may be ignored, too.
     assert same(metric(rows, ignored.flatten(), ignore_index=IGNORED, **options), expected)
 
 
 @pytest.mark.parametrize(("metric", "options"), METRICS.values(), ids=METRICS)
 def test_per_image_is_the_mean_over_images(metric, options):
     probs, _, ignored = pixels()
-    ignored[1] = IGNORED  # an image without pixels that count is no image
+    ignored[1] = IGNORED  # an image without counted pixels is left out
     counts = ignored.flatten(1) != IGNORED
     each = [metric(rows_of(probs[[i]])[counts[i]], ignored[i].flatten()[counts[i]], **options) for i in (0, 2)]
     found = metric(probs, ignored, ignore_index=IGNORED, per="image", **options)

@@ -1,4 +1,4 @@
-"""The metrics against NumPy as the estimators' authors wrote them, and at the edges where the estimators differ."""
+"""The metrics compared with NumPy code in the form of the estimators' authors, and at edges where estimators differ."""
 
 import math
 
@@ -25,7 +25,7 @@ def numpy_error(confidence, correct, n_bins, estimator):
     return (weights * gaps).sum(), gaps.max(initial=0.0), math.sqrt((weights * gaps**2).sum())
 
 
-# N that M divides, that it does not, fewer rows than bins, a single row; the usual 15 bins, one, and many.
+# Numbers of rows: a multiple of M, not a multiple, fewer than bins, one; the usual 15 bins, one, and many.
 @pytest.mark.parametrize("n", [1500, 1499, 7, 1])
 @pytest.mark.parametrize("n_bins", [15, 1, 40])
 @pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
@@ -55,7 +55,7 @@ def test_errors_equal_the_reference(estimator):
     )
 
 
-# Confidences on a coarse lattice: ties, exact edges of 15 bins, 0 and 1 all happen.
+# Confidences on a coarse lattice, so that ties, exact edges of 15 bins, 0 and 1 occur.
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=60),
@@ -74,7 +74,7 @@ def test_errors_equal_numpy_with_ties_and_on_edges(rows, n_bins, estimator, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_equal_width_edges_are_rounded_to_the_dtype_of_the_confidence(dtype):
-    """k/15 is no binary fraction: each edge, as the dtype holds it, closes its own bin."""
+    """k/15 is no binary fraction: each edge, rounded to the dtype, belongs to the bin below it."""
     edges = (torch.arange(1, 16, dtype=torch.float64) / 15).to(dtype)
     bins = metrics.reliability_bins(confidence=edges, correct=torch.ones(15))
     assert bins.count.tolist() == [1] * 15
@@ -145,7 +145,7 @@ def test_no_rows_are_nan_for_scores():
 
 
 def test_correct_decides_when_it_is_given():
-    """A saturated row ties in its probabilities, but not in its logits."""
+    """In a saturated row the probabilities tie, but the logits do not."""
     logits = torch.tensor([[200.0, 201.0, 0.0]])
     probs = torch.tensor([[0.5, 0.5, 0.0]])
     target = torch.tensor([1])

@@ -12,7 +12,7 @@ peers = pytest.importorskip("benchmarks.speed.metrics_peers", reason="the benchm
 
 @pytest.fixture(scope="session")
 def digits():
-    """(probabilities [1197, 10] in float64, labels) of a small network that 600 digits have made too sure of itself."""
+    """(probabilities [1197, 10] in float64, labels) of a small network, over-confident after training on 600 digits."""
     images, labels = peer("sklearn.datasets").load_digits(return_X_y=True)
     images, labels = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
     with torch.random.fork_rng():
@@ -39,7 +39,7 @@ def test_figures_agree(library, digits):
     if module is not None:
         peer(module)
     probs, target = digits
-    # Rows at which definitions differ are for the tests below: on an edge, next to 1, or tied.
+    # Rows for which definitions differ (on an edge, next to 1, or tied) have their own tests below.
     confidence = probs.amax(-1)
     place = confidence.float() * peers.N_BINS
     plain = (confidence < 1 - 1e-3) & ((place - place.round()).abs() > 1e-5)
@@ -56,8 +56,8 @@ def test_figures_agree(library, digits):
 
 def test_torchmetrics_closes_the_other_side_of_its_bins():
     functional = peer("torchmetrics.functional.classification")
-    # Confidences 2/3 and 0.7, one right and one wrong: torchmetrics has both in [2/3, 11/15), focalkern in (9/15, 2/3]
-    # and (2/3, 11/15].
+    # Confidences 2/3 and 0.7, one correct and one wrong: torchmetrics has both in [2/3, 11/15), focalkern in (9/15,
+    # 2/3] and (2/3, 11/15].
     confidence = torch.tensor([10 / 15, 0.7])
     probs = torch.stack([confidence, 1 - confidence], -1)
     target = torch.tensor([0, 1])
@@ -80,7 +80,7 @@ def test_netcal_closes_the_other_side_of_its_bins_but_the_last():
     library = peer("netcal.metrics")
     confidence = torch.tensor([10 / 15, 0.7, 1.0], dtype=torch.float64)
     probs = torch.stack([confidence, 1 - confidence, 0 * confidence], -1)
-    target = torch.tensor([0, 1, 2])  # three classes: netcal takes two for a binary problem
+    target = torch.tensor([0, 1, 2])  # three classes, because netcal treats two as a binary problem
     theirs = library.ECE(15).measure(probs.numpy(), target.numpy())
     assert theirs == pytest.approx((abs(1 - 10 / 15 - 0.7) + 1) / 3)
     assert float(metrics.expected_calibration_error(probs, target)) == pytest.approx((5 / 15 + 0.7 + 1) / 3)
@@ -119,7 +119,7 @@ def test_scikit_learn_counts_one_of_two_classes_in_the_brier_score():
 
 @pytest.mark.parametrize("right", [False, True])
 def test_monai_is_classwise_per_image(right):
-    """It takes no labels to leave out: here, all pixels count."""
+    """It has no ignored labels, so all pixels count here."""
     library = peer("monai.metrics")
     probs = (2 * torch.randn(5, 4, 9, 7, generator=torch.Generator().manual_seed(0))).softmax(1)
     target = torch.randint(4, (5, 9, 7), generator=torch.Generator().manual_seed(1))
@@ -130,7 +130,7 @@ def test_monai_is_classwise_per_image(right):
 
 
 def test_relplot_loses_half_of_the_rows_that_are_certain():
-    """A bandwidth as wide as [0, 1] leaves |mean confidence - accuracy|, whatever the confidences."""
+    """With a bandwidth as wide as [0, 1] the error is |mean confidence - accuracy|, for all confidences."""
     relplot = peer("relplot")
     confidence, correct = np.array([1.0, 1.0, 1.0, 0.6]), np.array([1.0, 1.0, 1.0, 0.0])
     ours = metrics.smooth_calibration_error(confidence=confidence, correct=correct, bandwidth=5.0)

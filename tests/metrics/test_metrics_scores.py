@@ -13,7 +13,7 @@ from focalkern import metrics
 
 
 def numpy_debiased(confidence, correct, n_bins, estimator, norm, draws):
-    """In the words of Kumar et al.; the normal variables of l1 are drawn."""
+    """The estimator of Kumar et al.; for l1 the normal variables are drawn."""
     total = 0.0
     for rows in numpy_bins(confidence, n_bins, estimator):
         if not len(rows):
@@ -34,7 +34,7 @@ def test_debiased_error_equals_its_definition(n, estimator, norm, device):
     probs, target = sample(n, dtype=torch.float64, device=device)
     confidence, prediction = probs.cpu().max(-1)
     correct = (prediction == target.cpu()).numpy()
-    # The quantiles of the normal distribution, 20000 of them, stand for draws.
+    # 20000 quantiles of the normal distribution replace the draws.
     draws = torch.special.ndtri((torch.arange(20000, dtype=torch.float64) + 0.5) / 20000).numpy()
     expected = numpy_debiased(confidence.numpy(), correct, 15, estimator, norm, draws)
     found = metrics.debiased_calibration_error(probs, target, estimator=estimator, norm=norm)
@@ -42,24 +42,24 @@ def test_debiased_error_equals_its_definition(n, estimator, norm, device):
 
 
 def test_debiasing_takes_the_bias_of_a_calibrated_model_away():
-    """400 sets of 500 rows from a perfectly calibrated model: plain errors are far above 0, debiased ones are not."""
+    """In 400 sets of 500 rows of a calibrated model, plain errors are far above 0, and debiased ones are not."""
     confidence = 0.5 + 0.5 * torch.rand(400, 500, dtype=torch.float64)
     correct = torch.rand(400, 500, dtype=torch.float64) < confidence
     given = {"confidence": confidence, "correct": correct, "estimator": "equal_mass"}
     plain = metrics.rms_calibration_error(**given).square()
-    # Before the cut at 0: RMSCE^2 less the variances, whose mean is 0 within three standard errors.
+    # Before clipping at 0: RMSCE^2 minus the variances, whose mean is 0 within three standard errors.
     bins = metrics.reliability_bins(**given)
     squares = plain - (bins.weight * bins.accuracy * (1 - bins.accuracy) / (bins.count - 1)).sum(-1)
     assert abs(float(squares.mean())) < 3 * float(squares.std()) / 20 < 0.1 * float(plain.mean())
     assert_close(metrics.debiased_calibration_error(**given), squares.clamp(min=0).sqrt())
     l1 = metrics.debiased_calibration_error(**given, norm="l1")
-    # Twice the half-normal mean of one deviation, less that of sqrt(2) deviations.
+    # Twice the half-normal mean of one standard deviation, minus that of sqrt(2) standard deviations.
     assert float(l1.mean() / metrics.expected_calibration_error(**given).mean()) == pytest.approx(2 - 2**0.5, rel=0.1)
     assert bool((l1 < 0).any())
 
 
 def direct_smooth_error(confidence, correct, sigma, n_points=40001):
-    """The integral by the midpoint rule, the kernel reflected five times at each end."""
+    """The integral by the midpoint rule, with the kernel reflected five times at each end."""
     t = (np.arange(n_points) + 0.5) / n_points
     total = np.zeros(n_points)
     for c, hit in zip(confidence, correct, strict=True):
@@ -71,7 +71,7 @@ def direct_smooth_error(confidence, correct, sigma, n_points=40001):
 
 @pytest.mark.parametrize(("sigma", "rel"), [(0.001, 1e-2), (0.01, 1e-4), (0.1, 1e-5), (0.8, 1e-5)])
 def test_smooth_error_equals_its_integral(sigma, rel, device):
-    # Both ends, next to both ends, an edge of bins, a tie.
+    # Both ends and values next to them, an edge of bins, a tie.
     confidence = torch.tensor([0.0, 1.0, 1.0, 0.003, 0.998, 1 / 3, 0.6, 0.6, 0.71], dtype=torch.float64)
     correct = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.25])
     found = metrics.smooth_calibration_error(
@@ -90,9 +90,9 @@ def test_smooth_error_is_its_own_bandwidth():
 def test_smooth_error_at_the_ends():
     one = torch.ones(3)
     assert metrics.smooth_calibration_error(confidence=one, correct=one) == 0
-    # All confidences equal and wrong by 1: the result is the mass of the residual for every kernel.
+    # All confidences equal and wrong by 1: the result is the total residual for every kernel.
     assert float(metrics.smooth_calibration_error(confidence=one, correct=0 * one)) == pytest.approx(1, abs=1e-6)
-    # It does not jump where ECE does: across the edge of a bin, where residuals of both signs part.
+    # Unlike the ECE it does not jump where residuals of both signs cross an edge of bins.
     correct = torch.tensor([1.0, 0.0])
     beside = [torch.tensor([2 / 3, 2 / 3 + step], dtype=torch.float64) for step in (0, 1e-6)]
     smooth = [float(metrics.smooth_calibration_error(confidence=c, correct=correct)) for c in beside]
@@ -203,7 +203,7 @@ def test_numpy_arrays_are_taken_also_read_only_ones():
     assert metrics.expected_calibration_error(probs.tolist(), target.tolist()) == pytest.approx(expected.item())
 
 
-# Each with the words that must appear: expected and received.
+# Each with words that the message must contain: expected and received.
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -248,7 +248,7 @@ def test_bad_input_is_named(call, error, words):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bins_of_equal_width_are_found_without_a_search(dtype):
-    """Confidences on every edge and next to it, for numbers of bins whose edges are rounded up and down."""
+    """Confidences on every edge and next to it, for numbers of bins whose edges round up and down."""
     from focalkern.metrics._bins import _equal_width_index, equal_width_edges
 
     for n_bins in (*range(1, 120), 511, 777, 1023, 1024):

@@ -1,4 +1,4 @@
-"""The figures: they can be drawn for awkward data, and they show the data."""
+"""The figures show the data and can be drawn for unusual data."""
 
 import io
 import math
@@ -17,7 +17,7 @@ plots = pytest.importorskip("focalkern.plots", reason="matplotlib is not install
 
 
 def png(figure):
-    """The bytes of the figure, drawn for real."""
+    """The bytes of the drawn figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=50)
     data = buffer.getvalue()
@@ -26,7 +26,7 @@ def png(figure):
 
 
 def texts(figure):
-    """Everything that is written in the figure."""
+    """All texts of the figure."""
     from matplotlib.text import Text
 
     png(figure)
@@ -139,7 +139,7 @@ def test_bad_bins_are_refused():
 
 
 def by_hand(bins, level=0.95):
-    """The bands from their definitions: exact binomial quantiles, and N rows that are drawn one by one."""
+    """The bands by their definitions: exact binomial quantiles, and N rows drawn one by one."""
     count, accuracy, confidence = bins.count.numpy(), bins.accuracy.numpy(), bins.confidence.numpy()
     tail = (1 - level) / 2
     calibrated = np.array(
@@ -161,7 +161,7 @@ def test_the_bands_are_the_quantiles_that_they_say(level):
     bins = some_bins(n=2000, n_bins=5, estimator="equal_mass")
     bands = plots.reliability_bands(bins, level=level, replicates=4000)
     interval, calibrated = by_hand(bins, level)
-    # 400 samples per bin, so steps of 1/400; the first comparison draws both sides.
+    # 400 samples per bin, so steps of 1/400; the first comparison draws both bands.
     assert torch.stack([bands.lower, bands.upper], 1).numpy() == pytest.approx(interval, abs=0.012)
     found = torch.stack([bands.calibrated_lower, bands.calibrated_upper], 1).numpy()
     assert found == pytest.approx(calibrated, abs=2.01 / 400)
@@ -178,7 +178,7 @@ def test_a_calibrated_classifier_is_inside_its_band_and_an_overconfident_one_is_
         share.append(plots.reliability_bands(bins, replicates=500).inside(bins)[bins.count > 0].double().mean())
         over = metrics.reliability_bins(confidence=row + 0.2, correct=hits, n_bins=10)
         assert not plots.reliability_bands(over, replicates=500).inside(over)[over.count > 100].any()
-    # 95 % of 320 bins, a little more where the binomial is coarse.
+    # 95 % of 320 bins, and slightly more where the binomial distribution is coarse.
     assert 0.93 <= float(torch.stack(share).mean()) <= 0.985
 
 
@@ -189,7 +189,7 @@ def test_bands_of_awkward_bins():
     assert (bands.lower[1], bands.upper[1]) == (1, 1)
     assert (bands.calibrated_lower[1], bands.calibrated_upper[1]) == (0, 1)
     assert bands.inside(one_and_empty).tolist() == [False, True, False]
-    # equal_mass_interp may leave every sample out.
+    # equal_mass_interp may leave every sample out of its bins.
     none = metrics.reliability_bins(
         confidence=torch.tensor([0.5]), correct=torch.ones(1), estimator="equal_mass_interp"
     )
@@ -209,7 +209,7 @@ def test_a_diagram_has_its_bands_unless_they_are_not_wanted():
 
 
 def test_the_ridge_and_its_line():
-    # T* = 0.5 gamma + 1, one optimum on the border, one gamma without a finite cell.
+    # T* = 0.5 gamma + 1, one optimum at the border, one gamma without a finite cell.
     gammas, temperatures = (2.0, 0.0, 1.0, 9.0, -1.0 / 2), torch.arange(0.25, 3.01, 0.25)
     optimum = torch.tensor([2.0, 1.0, 1.5, 3.0, 0.75])
     table = (temperatures - optimum[:, None]).abs() + 0.1
@@ -228,7 +228,7 @@ def test_the_ridge_and_its_line():
 
 
 def test_nothing_that_is_written_is_cut_at_the_edge():
-    # Long equations and a long estimator, as every map of the paper's size has.
+    # Long equations and a long estimator name, as in every map of the paper's size.
     ridges = some_grid(TABLE)
     grid = CalibrationGrid(
         ridges.gammas, ridges.temperatures, dict.fromkeys(("ece", "nll", "brier"), ridges.tables["ece"]), 15,
@@ -268,7 +268,7 @@ def test_a_map_marks_the_best_temperature_of_every_gamma_and_the_best_of_all():
     # Rows ascend with gamma: -0.5, 0, 1.
     assert list(zip(dots.get_xdata(), dots.get_ydata(), strict=True)) == [(0.5, 0), (1.0, 1), (1.5, 2)]
     assert (list(star.get_xdata()), list(star.get_ydata())) == ([0.5], [0])
-    # The optimum at T = 0.5 is on the border, so the fit uses only the other two: T = 0.5 gamma + 1.
+    # The optimum at T = 0.5 is at the border, so the fit uses only the other two: T = 0.5 gamma + 1.
     assert list(zip(fit.get_xdata(), fit.get_ydata(), strict=True)) == [(1.0, 1), (1.5, 2)]
     written = texts(figure)
     assert "fit: T = 0.5 gamma + 1" in written
@@ -286,7 +286,7 @@ def test_a_map_leaves_cells_that_are_not_finite_blank():
     assert len(dots.get_xdata()) == 2
 
 
-# All cells equal; a perfect zero, which a logarithm does not have; one cell; one row; a range of many decades.
+# All cells equal; an exact zero, which has no logarithm; one cell; one row; a range of many decades.
 @pytest.mark.parametrize(
     ("table", "gammas", "temperatures"),
     [
@@ -327,7 +327,7 @@ def test_the_curve_of_spline_scaling_is_what_it_does_to_two_classes():
     figure = plots.calibration_curve(calibrator, title="A curve")
     assert "focal map, gamma = 3" in texts(figure)
     shown = shown_curve(calibrator)
-    # For two classes, with q after the temperature; the floor is the difference.
+    # Two classes, with q after the temperature; the floor causes the difference.
     pairs = torch.from_numpy(np.stack([1 - shown.confidence, shown.confidence], -1)).log() * calibrator.temperature_
     found = calibrator.predict_proba(pairs)[:, 1].numpy()
     assert shown.calibrated == pytest.approx(found, abs=1e-4)

@@ -76,7 +76,7 @@ def test_no_candidate_of_larger_coverage_passes():
 
 
 def test_the_promise_is_kept():
-    """Rows whose risk at a threshold is known: P(wrong | score s) = (1 - s) / 2, so that of s >= t is (1 - t) / 4."""
+    """Rows with known risk: P(wrong | score s) = (1 - s) / 2, so the risk of rows with s >= t is (1 - t) / 4."""
     above, chosen_some = 0, 0
     for _ in range(400):
         scores = torch.rand(1500, dtype=torch.float64)

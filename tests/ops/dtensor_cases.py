@@ -65,7 +65,7 @@ def problem(kind, options):
     shape = (N, C, 3, 2) if kind == "images" else (N, C)
     z = 2 * torch.randn(shape, generator=random, dtype=torch.float64)
     labels = torch.randint(C + (kind == "background"), (N, *shape[2:]), generator=random)
-    # Most of the first half: a mean of means would weigh the halves alike.
+    # Most of the first half is ignored: a mean of means would give both halves the same weight.
     labels[: N // 3] = options.get("ignore_index", -100)
     target = torch.rand(shape, generator=random, dtype=torch.float64) if kind == "probabilities" else labels
     tensors = {

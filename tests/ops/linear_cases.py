@@ -37,7 +37,7 @@ def derivatives(loss, leaves, retain_graph=False):
     return torch.autograd.grad(loss, leaves, upstream.to(loss), retain_graph=retain_graph)
 
 
-# ---- the pair, option by option --------------------------------------------------------------------------------------
+# ---- the two operations, option by option ----------------------------------------------------------------------------
 OPTIONS = {
     "cross-entropy": {"gamma": 0.0},
     "focal": {"gamma": 2.0},
@@ -57,9 +57,9 @@ OPTIONS = {
 }
 
 
-# ---- chunks: what they compute and what they hold --------------------------------------------------------------------
+# ---- chunks: products and memory -------------------------------------------------------------------------------------
 class Products(TorchDispatchMode):
-    """Matrix products (rows in their first factor or sum, ...) and the largest tensor that anything made."""
+    """Records matrix products (rows of the first factor, or of the sum) and the largest tensor of any operation."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Shared by the tests of the losses of rows: every loss with its definition, tolerances."""
+"""Common parts of the tests of the losses of rows: every loss with its definition, and tolerances."""
 
 import functools
 
@@ -29,7 +29,7 @@ LOSSES = {name: both(spec) for name, spec in SPECS.items()}
 
 
 def near(actual, expected, factor):
-    """assert_close with so many times its tolerance: losses whose terms, or upstream gradients, are larger than one."""
+    """assert_close with a multiple of its tolerance, for losses with terms or upstream gradients larger than one."""
     rtol, atol = TOLERANCE[actual.dtype]
     torch.testing.assert_close(
         actual.detach().double(), expected.detach().double(), rtol=factor * rtol, atol=factor * atol, equal_nan=True

@@ -3,7 +3,7 @@
 import torch
 
 KNOTS = torch.tensor([-6.0, -4.5, -3.0, -1.0, -0.5, 1.0, 3.0], dtype=torch.float64)
-# Both fall slowly enough to keep the order of the classes.
+# Both slopes are small enough to keep the order of the classes.
 VALUES = torch.tensor([0.3, 0.1, 0.0, 0.2, 0.4, 0.9, 3.0], dtype=torch.float64)
 MAP = (1.3, 1e-4, 0.1, KNOTS, VALUES)
 

@@ -1,4 +1,4 @@
-"""fk.calibration_grid against the reference, cell by cell."""
+"""fk.calibration_grid compared with the reference, cell by cell."""
 
 import math
 
@@ -35,16 +35,16 @@ def samples_near_cuts(confidence, n_bins, estimator, eps):
     edges = numpy.interp(numpy.linspace(0, n, n_bins + 1), numpy.arange(n), ordered.numpy())
     for edge in edges:
         close = int(((ordered - float(edge)).abs() <= eps).sum())
-        # An edge that is a sample moves with it.
+        # An edge that is itself a sample moves with it.
         count += close - (1 if close and bool((ordered == float(edge)).any()) else 0)
     return count
 
 
 def check_against_reference(z, target, gammas=GAMMAS, temperatures=TEMPERATURES, near_cuts=True, **options):
-    """Every cell: NLL to 1e-6 relative, the others to 1e-6, and 2/N for each sample within rounding of a cut."""
+    """Compares all cells: NLL to 1e-6 relative, the others to 1e-6, plus 2/N per sample within rounding of a cut."""
     options = {"criteria": CRITERIA, **options}
     grid = fk.calibration_grid(z, target, gammas, temperatures, **options)
-    # Confidences computed in float32 carry the contract's 1e-6.
+    # Confidences computed in float32 have the contract's error of 1e-6.
     eps = 1e-12 if z.dtype == torch.float64 else 2e-6
     half = z.element_size() == 2
     z, target = z.detach().cpu().double(), target.cpu()
@@ -75,7 +75,7 @@ def check_against_reference(z, target, gammas=GAMMAS, temperatures=TEMPERATURES,
                     strict += 1
                 where = (name, gamma, temperature, moved, actual, exact)
                 assert actual == exact or abs(actual - exact) <= tolerance, where
-    # The allowance must not swallow the test. (Half precision brings ties between rows, which round apart.)
+    # The allowance must stay small. (Half precision causes ties between rows, which round differently.)
     if "mce" in options["criteria"] and not half:
         assert strict >= len(gammas) * len(temperatures) // 3
     return grid
@@ -85,27 +85,27 @@ def check_against_reference(z, target, gammas=GAMMAS, temperatures=TEMPERATURES,
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-# float64 is exact at the cuts; float32 is what networks give; the others are computed in float32.
+# float64 is exact at the cuts; float32 is the usual input; the others are computed in float32.
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-# Two classes, a few, one more than a vector, many with few samples. N is a multiple of 15 or prime to it: else some
-# edges of equal_mass_interp are samples up to a rounding.
+# Two classes, a few, one more than a vector, and many with few samples. N is a multiple of 15 or coprime to it:
+# otherwise some edges of equal_mass_interp are samples up to rounding.
 @pytest.mark.parametrize(("n", "n_classes"), [(202, 2), (150, 10), (101, 17), (31, 1000)])
 def test_every_cell_equals_the_reference(device, estimator, dtype, n, n_classes):
     z, target = samples(n, n_classes, dtype, device)
     check_against_reference(z, target, estimator=estimator)
 
 
-# Without the Brier score, float32 computes the sum over the classes in other ways: moments for gammas up to 1, a
-# division for two whole gammas, the exact form for the rest (1.5, -0.97, 20 and a third whole one). Small classes of a
-# long row use seven moments, unless some gamma is too large, as 20 is.
+# Without the Brier score, float32 has several sums over the classes: moments for gammas up to 1, a division for two
+# whole gammas, and the exact form for the rest (1.5, -0.97, 20 and a third whole one). Small classes of a long row use
+# seven moments, unless some gamma is too large, as 20 is.
 @pytest.mark.parametrize(
     "gammas",
     [[-0.9, -0.5, 0.0, 0.05, 0.75, 1.0, 1.5, 5.0], [-0.97, 0.25, 2.0, 3.0, 4.0, 20.0]],
     ids=["tail", "no tail"],
 )
-# Below, at and above the length from which a row is split; runs of 64 classes that are full, and one that is not.
+# Below, at and above the length from which a row is split; complete runs of 64 classes, and an incomplete one.
 @pytest.mark.parametrize(("n", "n_classes"), [(150, 3), (60, 63), (60, 65), (31, 1000)])
-@pytest.mark.parametrize("scale", [1.0, 6.0])  # hardly any large class, and hardly any small one
+@pytest.mark.parametrize("scale", [1.0, 6.0])  # hardly any large class, or hardly any small one
 def test_every_path_equals_the_reference(device, gammas, n, n_classes, scale):
     z, target = samples(n, n_classes, torch.float32, device, scale)
     check_against_reference(z, target, gammas, criteria=("ece", "mce", "nll"), estimator="equal_width")
@@ -121,7 +121,7 @@ def test_bins_and_samples(device, estimator, n, n_bins):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_ties_are_split_by_row(device, estimator):
-    # Three distinct rows, many times over, right and wrong in an order that matters to the split.
+    # Three distinct rows, repeated many times, correct and wrong in an order that matters for the split.
     rows = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.25, 0.0], [0.0, 1.5, 1.0]], dtype=torch.float64, device=device)
     z = rows[torch.randint(3, (100,), device=device)]
     target = torch.randint(3, (100,), device=device)
@@ -130,7 +130,7 @@ def test_ties_are_split_by_row(device, estimator):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_confidences_of_exactly_1(device, estimator):
-    # Saturated beyond float64: every confidence is 1, so that only ties are left; and half of them.
+    # Saturated beyond float64: every confidence is 1, so only ties remain; in the other case, half of them.
     z, target = samples(60, 5, device=device)
     top = z.argmax(-1, keepdim=True)
     saturated = z.scatter_add(1, top, torch.full_like(z[:, :1], 5000.0))
@@ -138,10 +138,10 @@ def test_confidences_of_exactly_1(device, estimator):
     check_against_reference(saturated, target, gammas, estimator=estimator, near_cuts=False)
     mixed = torch.cat([saturated[:30], z[30:]])
     check_against_reference(mixed, target, gammas, estimator=estimator, near_cuts=False)
-    # An exact tie at the top: the first class is the answer.
+    # An exact tie of the largest: the first class is the prediction.
     tied = torch.zeros(8, 4, dtype=torch.float64, device=device)
     grid = check_against_reference(tied, torch.arange(8, device=device) % 4, estimator=estimator, near_cuts=False)
-    if estimator != "equal_mass_interp":  # there all samples are the lowest, and fall in no bin
+    if estimator != "equal_mass_interp":  # there all samples equal the lowest and fall in no bin
         assert (grid.tables["ece"] >= 0).all()
 
 
@@ -154,7 +154,7 @@ def test_confidence_on_an_edge_belongs_to_the_bin_below(device, estimator):
         p, target, [0.0], [1.0], estimator=estimator, n_bins=2, input_kind="probs", near_cuts=False
     )
     if estimator == "equal_width":
-        # (0, 0.5]: right and wrong at 0.5; (0.5, 1]: right and right at 1 and 0.75.
+        # (0, 0.5]: correct and wrong at 0.5; (0.5, 1]: correct at 1 and at 0.75.
         assert grid.tables["ece"].item() == pytest.approx(0.5 * 0.125)
         assert grid.tables["mce"].item() == pytest.approx(0.125)
 
@@ -162,7 +162,7 @@ def test_confidence_on_an_edge_belongs_to_the_bin_below(device, estimator):
 def test_ignored_rows_are_dropped(device):
     z, target = samples(90, 6, device=device)
     target[::7] = -100
-    z[0] = math.nan  # not looked at
+    z[0] = math.nan  # never read
     for estimator in ESTIMATORS:
         grid = check_against_reference(z, target, estimator=estimator)
     keep = target != -100
@@ -187,7 +187,7 @@ def test_absent_classes(device):
     z[::3, 4] = -math.inf
     target[::3] = target[::3].clamp(max=3)
     check_against_reference(z, target)
-    # A target with probability 0: an infinite NLL in every cell, and the other criteria as ever.
+    # A target with probability 0: the NLL of every cell is infinite, and the other criteria are as before.
     target[0] = 4
     grid = check_against_reference(z, target)
     assert (grid.tables["nll"] == math.inf).all()
@@ -208,14 +208,14 @@ def test_huge_logits(device):
         assert all(grid.tables[name].isfinite().all() for name in CRITERIA)
 
 
-# 1 / G(1/2) is 2^gamma: beyond float32 from gamma = 128 on, its square from 64 on, and beyond float64 from 1024 on.
+# 1 / G(1/2) is 2^gamma: beyond float32 from gamma = 128, its square from 64, and beyond float64 from 1024.
 @pytest.mark.parametrize("gamma", [33.0, 70.0, 140.0, 1000.0, 1e6, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n_classes", [5, 100])
 def test_huge_gammas(device, gamma, dtype, n_classes):
     z, target = samples(100, n_classes, device=device)
     for estimator in ("equal_width", "equal_mass", "equal_mass_interp"):
-        # The last row is all ties, where a large gamma blows up rounding.
+        # The last row has only ties, where a large gamma amplifies rounding errors.
         grid = fk.calibration_grid(
             torch.cat([z, torch.zeros_like(z[:1])]).to(dtype),
             torch.cat([target, target[:1] * 0 + 1]),
@@ -257,11 +257,11 @@ def test_gamma_0_is_plain_temperature_scaling(device):
 
 
 def test_correctness_follows_the_input_where_the_output_ties(device):
-    # At T = 0.01 both classes of every row saturate in float32, or tie at gamma near -1: the input decides.
+    # At T = 0.01 both classes of every row saturate in float32, or tie at gamma near -1; the input decides.
     z = torch.tensor([[1e-6, 0.0], [0.0, 1e-6]] * 10, device=device)
     target = torch.tensor([0, 1] * 10, device=device)
     grid = fk.calibration_grid(z, target, [0.0, -0.9], [100.0], n_bins=1)
-    # All right at a confidence of 0.5.
+    # All correct, at a confidence of 0.5.
     assert grid.tables["ece"].flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-6)
 
 
@@ -319,7 +319,7 @@ def test_property_one_bin_is_the_gap_of_the_means(data):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_probabilities_may_miss_a_sum_of_1_by_their_rounding(device, dtype):
-    # Ten times 0.1 in bfloat16 is 1.00098; with a thousand classes the rounding of each entry adds up.
+    # Ten times 0.1 in bfloat16 is 1.00098; with a thousand classes the rounding errors of the entries add up.
     logits = torch.randn(50, 1000, device=device)
     probs = logits.softmax(1).to(dtype)
     assert (probs.double().sum(1) - 1).abs().max() > 1e-5

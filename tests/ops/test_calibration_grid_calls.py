@@ -28,7 +28,7 @@ def test_the_result_and_its_defaults(device):
         assert table.shape == (len(GAMMAS), len(TEMPERATURES))
     with pytest.raises(AttributeError):
         grid.n_bins = 10
-    # The order asked for; one table, whatever else is asked for.
+    # The order is as requested; one table is the same with and without other criteria.
     only = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES, criteria=("nll",))
     assert list(only.tables) == ["nll"]
     assert torch.equal(only.tables["nll"], grid.tables["nll"])
@@ -72,7 +72,7 @@ def test_paper_grid():
     z, target = samples(30, 3)
     grid = fk.calibration_grid(z, target, fk.PAPER_GAMMAS, fk.PAPER_TEMPERATURES)
     assert grid.tables["ece"].shape == (9, 500)
-    # The coldest and the hottest temperature, where most goes wrong.
+    # The lowest and the highest temperature, the most difficult ones.
     ends = [fk.PAPER_TEMPERATURES[0], fk.PAPER_TEMPERATURES[-1]]
     expected = reference.calibration_grid(z, target, fk.PAPER_GAMMAS, ends, criteria=("nll", "brier"))
     torch.testing.assert_close(grid.tables["nll"][:, [0, -1]], expected["nll"], rtol=1e-6, atol=0)
@@ -91,10 +91,10 @@ def hand_made(table):
 
 def test_best_is_the_first_smallest_finite_cell():
     nan, inf = math.nan, math.inf
-    # First in (gamma index, temperature index) order among equals.
+    # The first in (gamma index, temperature index) order among equal cells.
     assert hand_made([[3.0, 2.0, 9.0], [1.0, 1.0, 2.0]]).best("ece") == (1.0, 1.0, 1.0)
     assert hand_made([[3.0, 1.0, 1.0], [1.0, 1.0, 2.0]]).best("ece") == (0.5, 2.0, 1.0)
-    # NaN and either infinity never win, wherever they stand.
+    # NaN and both infinities never win, at any position.
     assert hand_made([[nan, inf, -inf], [7.0, nan, 5.0]]).best("ece") == (1.0, 3.0, 5.0)
     assert all(type(v) is float for v in hand_made([[0.0] * 3] * 2).best("ece"))
     with pytest.raises(ValueError, match="ece must be finite"):
@@ -146,7 +146,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 @pytest.mark.kernels
 def test_no_probabilities_in_memory():
-    # One cell's probabilities would be 40 MB in float32, 80 MB in float64, and there are 72 cells.
+    # The probabilities of one cell would take 40 MB in float32, 80 MB in float64; the grid has 72 cells.
     answer = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert float(answer.stdout) < 40
 
@@ -161,8 +161,8 @@ def test_nothing_is_printed_where_nobody_watches(capfd):
 def test_opcheck(device):
     z, target = samples(40, 5, torch.float32, device)
     axes = (torch.tensor(GAMMAS, dtype=torch.float64), torch.tensor(TEMPERATURES, dtype=torch.float64))
-    # All criteria (1 ece + 2 mce + 4 nll + 8 brier) and one; each estimator; probabilities and labels to ignore.
-    # torch's fake tensors take no vector on the CPU next to a tensor on CUDA.
+    # All criteria (1 ece + 2 mce + 4 nll + 8 brier) and one; each estimator; probabilities and ignored labels.
+    # torch's fake tensors do not accept a vector on the CPU beside a tensor on CUDA.
     checks = ["test_schema", "test_autograd_registration"] + ["test_faketensor"] * (z.device.type == "cpu")
     for arguments in (
         (z, target, *axes, 15, 15, 1, False, -100),

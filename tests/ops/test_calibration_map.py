@@ -1,4 +1,4 @@
-"""fk.focal_calibration_map and its binary form against the reference in float64 and definitions at 300 digits."""
+"""fk.focal_calibration_map and its binary form compared with the float64 reference and definitions at 300 digits."""
 
 import functools
 import math
@@ -16,12 +16,12 @@ from focalkern import reference
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
-# -0.99 is the edge of the domain, -0.5 and 5 the ends of the paper's grid, 0 plain temperature scaling.
+# -0.99 is near the edge of the domain, -0.5 and 5 are the ends of the paper's grid, 0 is plain temperature scaling.
 GAMMAS = [5.0, 1.0, 0.25, 0.0, -0.5, -0.99]
 
 
 def check_against_reference(function, reference_function, inputs, dtype=None, **options):
-    """Value and every gradient, for a random upstream gradient, against the reference in float64."""
+    """Compares value and every gradient, for a random upstream gradient, with the float64 reference."""
     ours = [leaf(v) if isinstance(v, torch.Tensor) else v for v in inputs]
     theirs = [leaf(v.double()) if isinstance(v, torch.Tensor) else v for v in inputs]
     actual, expected = function(*ours, **options), reference_function(*theirs, **options)
@@ -50,7 +50,7 @@ check_binary = functools.partial(
 
 @functools.cache
 def edge_oracle(gap: float, gamma: float, temperature: float):
-    """log map, and the gradients of three fixed combinations of it, for [z, gamma, T]."""
+    """The log map, and the gradients of three fixed combinations of it in [z, gamma, T]."""
     upstream = [0.5, -1.25, 2.0]
     with oracle.precision():
         row = edge_row(gap)
@@ -70,7 +70,7 @@ def test_value_and_gradients_at_300_digits(device, dtype, gamma):
     for gap in EDGE_GAPS:
         for temperature in (1.0, 2.5):
             z = torch.tensor([edge_row(gap)], dtype=dtype, device=device, requires_grad=True)
-            # -0.99 is not a float32: the row's own gamma is kept in float64 there.
+            # -0.99 is not a float32 number; the kernel keeps the row's gamma in float64.
             g = torch.tensor([gamma], dtype=torch.float64, device=device, requires_grad=True)
             t = torch.tensor([temperature], dtype=dtype, device=device, requires_grad=True)
             exact_log, exact_p, exact_grads = edge_oracle(gap, gamma, temperature)
@@ -78,9 +78,9 @@ def test_value_and_gradients_at_300_digits(device, dtype, gamma):
             p = fk.focal_calibration_map(z, g, t)
             upstream = torch.tensor([[0.5, -1.25, 2.0]], dtype=dtype, device=device)
             grads = torch.autograd.grad(log_p, (z, g, t), upstream)
-            # Gradients are sums of terms of the size of the largest.
+            # Gradients are sums of terms of the magnitude of the largest one.
             scale = max(abs(v) for v in exact_grads)
-            # gamma within 0.01 of the pole at -1: the output's slope in gamma is 100 times steeper.
+            # gamma is within 0.01 of the pole at -1, so the derivative in gamma is 100 times larger.
             condition = 1 / (1 + gamma) if gamma < 0 else 1.0
             for a, e in zip(log_p.flatten().tolist(), exact_log, strict=True):
                 assert abs(a - e) <= condition * rtol * abs(e) + condition * atol, (gap, temperature, a, e)
@@ -94,7 +94,7 @@ def test_value_and_gradients_at_300_digits(device, dtype, gamma):
 @pytest.mark.parametrize("gamma", [5.0, 1.0, 0.25, 0.0, -0.5])
 def test_binary_value_and_gradients_at_300_digits(device, dtype, gamma):
     rtol, atol = TOLERANCE[dtype]
-    # Both signs, because the two phi trade places; 0 where a derivative of |s| would jump; 80 as above.
+    # Both signs, because the two phi change roles; 0, where a derivative of |s| would jump; 80 as above.
     for s in (-80.0, -18.0, -3.0, 0.0, 0.375, 12.0, 40.0, 80.0):
         x = torch.tensor([s], dtype=dtype, device=device, requires_grad=True)
         g = torch.tensor(gamma, dtype=dtype, device=device, requires_grad=True)
@@ -123,7 +123,7 @@ def test_gamma_0_is_temperature_scaling(device):
 
 
 def test_it_inverts_the_slope_of_the_focal_loss(device):
-    # p_hat is proportional to q / G(q), and G is the coefficient of the focal loss's gradient.
+    # p_hat is proportional to q / G(q), where G is the coefficient of the focal loss's gradient.
     z = torch.randn(6, dtype=torch.float64, device=device)
     for gamma in (0.5, 2.0):
         x = z.expand(6, 6).clone().requires_grad_()
@@ -172,14 +172,14 @@ def with_top(q_top: float, n_classes: int, device) -> torch.Tensor:
 
 
 def test_proposition_5_and_its_counterexample(device):
-    # Above p0, the root of G(p0) = 1, the confidence does not fall.
+    # Above p0, the root of G(p0) = 1, the map does not lower the confidence.
     for gamma, p0 in ((1.0, math.exp(-1)), (2.0, 0.2976), (3.0, 0.2526)):
         for n_classes in (2, 10, 100):
             for q_top in (p0 + 1e-3, 0.5, 0.9, 0.999):
                 if q_top > 1 / n_classes:
                     q = with_top(q_top, n_classes, device)
                     assert fk.focal_calibration_map(q, gamma, input_kind="probs")[0] >= q_top - 1e-12
-    # Below it, it may.
+    # Below it, it may lower it.
     fallen = fk.focal_calibration_map(with_top(0.11, 10, device), 1.0, input_kind="probs")[0]
     assert abs(fallen.item() - 0.10975) < 5e-6
 
@@ -194,7 +194,7 @@ def test_order_is_preserved(device, dtype):
     for gamma in GAMMAS:
         for log in (False, True):
             mapped = fk.focal_calibration_map(z, gamma, 1.5, log=log).gather(-1, order)
-            # Differences of one rounding may tie or turn; the float64 map itself does not turn them.
+            # A difference of one rounding may tie or change sign; the float64 map itself does not change it.
             slack = 0 if dtype == torch.float64 else mapped.abs() * 4 * torch.finfo(dtype).eps
             assert (mapped.diff(dim=-1) >= -(slack[:, 1:] if dtype != torch.float64 else 1e-12)).all()
         assert torch.equal(fk.focal_calibration_map(z[:, :2], gamma)[2:].argmax(-1), z[2:, :2].argmax(-1))
@@ -202,7 +202,7 @@ def test_order_is_preserved(device, dtype):
 
 # ---- every option, shape, layout and dtype --------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", FLOATS)
-# 2: the smallest; 3, 10: under one vector; 17: a vector and one; 100, 1000; 4097: many vectors and one.
+# 2: the smallest; 3, 10: less than one vector; 17: a vector and one class; 100, 1000; 4097: many vectors and one class.
 @pytest.mark.parametrize("n_classes", [2, 3, 10, 17, 100, 1000, 4097])
 def test_class_counts_and_dtypes(device, dtype, n_classes):
     z = (torch.randn(4, n_classes, device=device) * 2).to(dtype)

@@ -11,7 +11,7 @@ from map_cases import EDGE_GAPS, edge_row, leaf
 import focalkern as fk
 from focalkern import reference
 
-# torch's own decompositions and inductor still use torch.jit.script, whose deprecation is torch's matter.
+# torch's own decompositions and inductor still use torch.jit.script, which is deprecated.
 torch_jit_warns = pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
 
 
@@ -28,7 +28,7 @@ def test_first_and_second_derivatives(device, kind, log):
     temperature = torch.tensor(1.3, dtype=torch.float64, device=device, requires_grad=True)
 
     def function(z, gamma, temperature):
-        # Finite differences leave the simplex by 1e-6, which the check of the row sums allows.
+        # Finite differences leave the simplex by 1e-6, which the check of row sums accepts.
         return fk.focal_calibration_map(z, gamma, temperature, input_kind=kind, log=log)
 
     assert torch.autograd.gradcheck(function, (z, gamma, temperature))
@@ -164,7 +164,7 @@ def test_forward_mode(device):
         torch.tensor(1.5, dtype=torch.float64, device=device),
     ]
     tangents = [torch.randn_like(v) for v in values]
-    # Each input separately, and with gradients off, where a shortcut would drop the tangent.
+    # Each input separately, also with gradients off, where a shortcut would drop the tangent.
     for i in range(3):
         for grad_mode in (True, False):
             results = []
@@ -179,7 +179,7 @@ def test_forward_mode(device):
     assert torch.autograd.gradcheck(fk.binary_focal_calibration_map, (s, leaf(values[1][:4])), check_forward_ad=True)
 
 
-# The logarithm of a denormal probability has a slope beyond the largest number: infinite, and not NaN.
+# The logarithm of a denormal probability has a derivative beyond the largest number: infinite, not NaN.
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("gamma", [0.0, 2.0, -0.5])
 def test_slope_at_denormal_probabilities(gamma, plain):

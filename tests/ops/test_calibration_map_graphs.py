@@ -28,7 +28,7 @@ def test_compiles_as_one_graph_without_recompilation_when_numbers_change(device,
         return fk.focal_calibration_map(z * 2, gamma, temperature, log=True)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    # torch takes every number for a constant until it sees a second value: that one change costs a compilation.
+    # torch treats every number as a constant until it sees a second value; that first change costs one compilation.
     compiled(z, 3.0, 2.0)
     compiled(z, 2.5, 1.5)
     with dynamo.config.patch(error_on_recompile=True):
@@ -112,7 +112,7 @@ def test_opcheck(device):
     temperature = torch.tensor(1.5, device=device, requires_grad=True)
     number = torch.tensor(0.5, dtype=torch.float64)
     p = leaf(z.softmax(-1))
-    # Each kind of input (0 logits, 1 probabilities, 2 binary), log and not, and strides that are not contiguous.
+    # Each kind of input (0 logits, 1 probabilities, 2 binary), log output or not, and non-contiguous strides.
     for arguments in (
         (z, gamma, temperature, 0, False, False, True),
         (p, number, temperature, 1, True, False, True),
@@ -141,7 +141,7 @@ def test_subclasses_and_parameters(device):
     assert_close(fk.focal_calibration_map(torch.nn.Parameter(z), 1.0), expected)
 
 
-# Many short rows, and few long ones; both are cut into several units of work.
+# Many short rows, and few long ones; both are divided into several units of work.
 @pytest.mark.kernels
 @pytest.mark.parametrize(("n", "n_classes"), [(20000, 10), (61, 4097)])
 def test_the_same_bits_on_every_run_and_for_every_number_of_threads(device, n, n_classes):

@@ -1,4 +1,4 @@
-"""Properties of the calibration maps on drawn logits, gammas and temperatures."""
+"""Properties of the calibration maps on random logits, gammas and temperatures."""
 
 import torch
 import torch._dynamo
@@ -46,8 +46,8 @@ def test_property_binary_map_is_odd_increasing_and_on_the_right_side(s, gamma, t
     assert_close(odds[1], -odds[0])
     assert odds[2] > odds[0]
     assert odds[0] * s >= 0
-    # Sharper than plain temperature scaling for gamma > 0, flatter below; but from about -0.885 on towards -1 the slope
-    # at 0 is above 1 again: at gamma = -15/16, s = 1 becomes 1.0604.
+    # Sharper than plain temperature scaling for gamma > 0, flatter for gamma < 0. But from about -0.885 towards -1 the
+    # slope at 0 is above 1 again: at gamma = -15/16, s = 1 becomes 1.0604.
     plain = x[0] / temperature
     if gamma >= 0:
         assert odds[0].abs() >= plain.abs() * (1 - 1e-12)

@@ -1,6 +1,6 @@
-"""The losses of plain torch in their compiled form: values, derivatives, and when nothing is compiled.
+"""The losses of plain torch, compiled: values, derivatives, and the cases in which nothing is compiled.
 
-A backend of the test counts the graphs, and runs them as they are; one test has torch's own.
+The test's backend counts the graphs and runs them without compilation; one test uses torch's own backend.
 """
 
 import shutil
@@ -19,7 +19,7 @@ FLSD = (fk.FLSD_53.edges, fk.FLSD_53.gammas)
 WEIGHT = torch.linspace(0.5, 2, C)
 
 pytestmark = [
-    # torch's own decompositions and inductor still use torch.jit.script, whose deprecation is torch's matter.
+    # torch's own decompositions and inductor still use torch.jit.script, which is deprecated.
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """The graphs that were compiled, with the compiled forms in use on the CPU for batches of any size."""
+    """The list of compiled graphs, while the CPU uses compiled losses for batches of any size."""
     found = []
 
     def backend(graph, inputs):
@@ -153,7 +153,7 @@ def test_where_nothing_is_compiled(graphs, monkeypatch):
     monkeypatch.setattr(_compile, "_LEAST", z.numel())
     assert not graphs
     focal(z, y)
-    assert not graphs  # it has its form since the first line
+    assert not graphs  # it was compiled in the first line
     monkeypatch.setattr(_compile, "_devices", frozenset({"cuda"}))
     focal(z, y, reduction=2)
     assert not graphs

@@ -89,7 +89,7 @@ def gradient_of_gradient(function, z):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast_is_looked_at_by_the_caller(name, inside):
-    """A backward pass outside of autocast recomputes the loss that was computed inside, in float32."""
+    """A backward pass outside autocast recomputes, in float32, the loss that was computed inside."""
     z = leaf(4, 5, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         loss = FUNCTIONS[name](z)
@@ -100,7 +100,7 @@ def test_autocast_is_looked_at_by_the_caller(name, inside):
     wide = z.detach().float().requires_grad_()
     assert first.dtype == found.dtype == torch.bfloat16
     assert_close(first, torch.autograd.grad(FUNCTIONS[name](wide), wide)[0], torch.bfloat16)
-    # `first` is rounded before it is squared: its rounding adds to that of the result.
+    # `first` is rounded before it is squared; this error adds to that of the result.
     expected = gradient_of_gradient(FUNCTIONS[name], wide)
     size = float(expected.abs().max())
     torch.testing.assert_close(found.float(), expected, rtol=2.0**-6, atol=2.0**-7 * size)
@@ -129,7 +129,7 @@ def test_third_derivatives(name):
 
 @pytest.mark.kernels
 def test_the_module_alone_declares_them():
-    """Kernels run without Python's part; a composite operator then says that it has no implementation."""
+    """Kernels run without the Python package; a composite operator then raises that it has no implementation."""
     path, name = _backend._module.__file__, _backend._module.__name__.split(".")[-1]
     code = f"""
 import importlib.machinery, importlib.util, torch

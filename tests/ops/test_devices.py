@@ -13,7 +13,7 @@ from focalkern.ops import _backend
 
 
 class WithoutFloat64(TorchDispatchMode):
-    """Raises as torch does where a tensor of float64 would be on the device."""
+    """Raises, as torch does, if a float64 tensor would be created on the device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -89,7 +89,7 @@ def test_buffers_stay_exact_where_they_can(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_what_is_computed_in_float64_goes_to_the_cpu(monkeypatch, dtype):
-    """The tensors of metrics, calibrators and grids. The CPU is here the device without float64."""
+    """Tests metrics, calibrators and grids. Here the CPU plays the device without float64."""
     copied = []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied.append(self) or self)
     as_tensor(torch.ones(3, dtype=dtype))

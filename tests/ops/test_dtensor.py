@@ -1,7 +1,7 @@
-"""Losses and maps of DTensors: four gloo processes on a 2 x 2 mesh, and on four in a row, against one process.
+"""Losses and maps of DTensors: four gloo processes on a 2 x 2 mesh and on a mesh of four, compared with one process.
 
-Every process computes every case on a mesh, and gives back whole tensors and the placements; the tests compare them
-with the same call on plain tensors.
+Every process computes every case on a mesh and returns whole tensors and the placements. The tests compare them with
+the same call on plain tensors.
 """
 
 import runpy
@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 EXAMPLE, STEPS = Path(__file__).resolve().parents[2] / "examples" / "torchtitan_focal.py", 5
-# The meshes, and what each of their dimensions does to the logits.
+# The meshes, and how each of their dimensions divides the logits.
 MESHES = {
     "rows": ((4,), (ROWS,)),
     "classes": ((4,), (CLASSES,)),
@@ -57,7 +57,7 @@ MESHES = {
 HEADS = {
     "rows": ((4,), (ROWS,), (WHOLE,)),
     "classes": ((4,), (WHOLE,), (CLASSES,)),
-    "sequence": ((4,), (ROWS,), (CLASSES,)),  # sharded rows meet sharded classes
+    "sequence": ((4,), (ROWS,), (CLASSES,)),  # sharded rows with sharded classes
     "rows x classes": ((2, 2), (ROWS, WHOLE), (WHOLE, CLASSES)),
     "rows x sequence": ((2, 2), (ROWS, ROWS), (WHOLE, CLASSES)),
     "rows x features": ((2, 2), (ROWS, FEATURES), (WHOLE, FEATURES)),
@@ -65,7 +65,7 @@ HEADS = {
 
 
 def statistics_over_mesh(mesh, layout):
-    """Those of the rows, as whole tensors, of the logits and of a head."""
+    """The statistics of the rows, as whole tensors, from logits and from a head."""
     z, target, _ = problem("labels", {})
     rows = placed(target, mesh, layout, of_rows=True)
     loss, stats = fk.focal_loss(placed(z, mesh, layout), rows, return_stats=True)
@@ -207,7 +207,7 @@ def test_fsdp_and_tensor_parallel_training_is_that_of_one_process(way, ranks):
 
 
 def test_placements_of_the_loss(ranks):
-    """Rows stay sharded, their sum is a part of the whole; a slice's loss is the same on all ranks of its group."""
+    """Rows stay sharded, and their sum is a partial sum. The ranks of a vocabulary group have the same loss."""
     for result in ranks:
         assert result["rows", "focal", "none"][1] == ["S(0)"]
         assert result["rows", "focal", "sum"][1] == ["P(sum)"]
@@ -229,7 +229,7 @@ def test_other_facts(ranks):
         assert_close(other["replicated target"], other["whole"])
         assert other["all ignored"][0].isnan()
         assert other["all ignored"][1].abs().max() == 0
-        # Sums of 2000 losses, which float16 does not hold, and bfloat16 not to a hundredth.
+        # Sums of 2000 losses, which float16 cannot represent, and bfloat16 only to about a hundredth.
         for dtype in (torch.float16, torch.bfloat16):
             found, expected = other[dtype]
             assert found.dtype == dtype

@@ -14,7 +14,7 @@ pytestmark = [
 
 
 class TestOneProcess:
-    """Compiled graphs, on a process group that moves nothing."""
+    """Compiles graphs on a process group that communicates nothing."""
 
     @pytest.fixture(autouse=True)
     def mesh(self):

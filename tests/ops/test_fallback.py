@@ -21,7 +21,7 @@ def leaf(tensor):
 
 
 def rows(n=40, classes=7):
-    # Saturated rows, equal logits and a class that cannot occur among ordinary ones.
+    # Saturated rows, equal logits and an impossible class among ordinary rows.
     z = torch.randn(n, classes, dtype=torch.float64) * torch.linspace(0.1, 30, n, dtype=torch.float64).unsqueeze(1)
     z[0], z[1, 2] = 0.0, -torch.inf
     return z
@@ -51,7 +51,7 @@ def test_loss_is_that_of_the_kernels(dtype, kind):
             assert_close(mine, other)
 
 
-# Ordinary shares; a row that is all but certain, right and wrong; hard shares, whose other classes must not count.
+# Ordinary shares; a nearly certain row, correct and wrong; hard shares, whose other classes must not count.
 ROWS_AND_SHARES = [
     ([0.25, -1.0, 2.5, 0.0], [0.125, 0.25, 0.5, 0.125]),
     ([0.25, -14.0, 21.5, 3.0], [0.125, 0.25, 0.625, 0.0]),
@@ -65,7 +65,7 @@ ROWS_AND_SHARES = [
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ["probabilities", "labels"])
 def test_loss_that_weighs_every_class_at_300_digits(gamma, smoothing, kind):
-    """Values, and the slopes in logits, gamma and shares."""
+    """Compares values, and derivatives in logits, gamma and shares."""
     weight = [0.5, 1.0, 2.0, 0.25]
     z = leaf(torch.tensor([row for row, _ in ROWS_AND_SHARES], dtype=torch.float64))
     shares = leaf(torch.tensor([share for _, share in ROWS_AND_SHARES], dtype=torch.float64))
@@ -99,7 +99,7 @@ def test_loss_that_weighs_every_class_at_300_digits(gamma, smoothing, kind):
 
 @pytest.mark.parametrize("gamma", [2.0, 0.0, -1.5])
 def test_share_of_a_class_that_cannot_occur(gamma):
-    """It adds nothing, and its slope is the loss that the class would have: the limit as the logit falls."""
+    """It adds 0, and its derivative is the loss that the class would have: the limit as the logit falls."""
     z = torch.tensor([[0.25, -torch.inf, 2.5]], dtype=torch.float64, requires_grad=True)
     shares = torch.tensor([[0.25, 0.0, 0.75]], dtype=torch.float64, requires_grad=True)
     loss = fallback.focal_loss(z, shares, gamma, None, None, 2, -100, 0.0, False)
@@ -158,7 +158,7 @@ def test_grid_is_that_of_the_kernels(estimator, dtype):
             input_kind="probs" if is_probs else "logits",
         )
         for name, table in zip(_CRITERIA, ours, strict=True):
-            # A sample within a rounding of a cut may fall on either side; ties make mce depend on the order of rows.
+            # A sample within rounding of a cut may fall on either side; with ties, mce depends on the order of rows.
             atol = {"ece": 2 / 202 + 1e-6, "mce": 1.0}.get(name, 1e-6)
             torch.testing.assert_close(table, theirs.tables[name], rtol=1e-6, atol=atol)
 

@@ -1,4 +1,4 @@
-"""fk.focal_loss against the reference in float64, torch's cross-entropy, and definitions at 300 digits."""
+"""fk.focal_loss compared with the float64 reference, torch's cross-entropy, and definitions at 300 digits."""
 
 import math
 
@@ -25,7 +25,7 @@ def cross_entropy_samples(device, dtype):
 # float32 and float64 are what torch tests its own loss with.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gamma_0_is_cross_entropy_on_every_sample_that_torch_ships(device, dtype):
-    # One number, and one number per row: the two ways in which gamma reaches the kernel.
+    # One number, and one number per row: gamma reaches the kernel in these two ways.
     for desc, z, target, options in cross_entropy_samples(device, dtype):
         z, target = leaf(z), leaf(target) if target.is_floating_point() else target
         inputs = (z, target) if target.is_floating_point() else (z,)
@@ -62,7 +62,8 @@ def test_gamma_0_is_cross_entropy_at_the_edges(device):
     target = torch.zeros(len(rows), dtype=torch.int64, device=device)
     for dtype in FLOATS:
         z = leaf(rows.to(dtype))
-        # torch rounds its half-precision log-probabilities before it differentiates, so: its float64 result.
+        # torch rounds its half-precision log-probabilities before it differentiates, so the test uses torch's float64
+        # result.
         exact = leaf(z.double())
         expected = F.cross_entropy(exact, target, reduction="none")
         loss = fk.focal_loss(z, target, 0.0, reduction="none")
@@ -80,15 +81,15 @@ def test_gamma_0_is_cross_entropy_at_the_edges(device):
             assert torch.equal(grad.isnan(), expected_grad.isnan())
 
 
-# Lengths that the kernels treat differently, with and without a last vector that is not full.
+# Lengths that the kernels treat differently, with and without an incomplete last vector.
 LONG_ROWS = [33, 40, 64, 100, 112, 113, 128, 250, 256, 257, 1000, 4096, 4097, 5001]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("classes", LONG_ROWS)
 def test_numbers_that_stand_out_in_long_rows(device, classes, dtype):
-    """Infinite, NaN, or far from all others; at every position of the first and the last vectors, and next to the
-    target."""
+    """Logits that are infinite, NaN, or far from all others, at every position of the first and last vectors, and next
+    to the target."""
     places = sorted({*range(min(classes, 36)), *range(max(classes - 36, 0), classes)})
     target = torch.tensor(places, device=device)
     logits = torch.randn(len(places), classes, device=device)
@@ -128,7 +129,7 @@ def test_a_gamma_that_is_nan_spoils_its_rows_alone(device, classes, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("classes", [2, 8, 32, 64, 128, 256, 512, 4096, 8192])
 def test_a_gradient_is_rounded_to_the_even_neighbour(classes, dtype):
-    """Equal logits have the slope weight / classes, here half way between two numbers."""
+    """Equal logits have the gradient weight / classes, here halfway between two numbers."""
     if not has_kernels(torch.empty(0)):
         pytest.skip("plain torch takes the probability from its logarithm, which is not exact")
     half_step = torch.finfo(dtype).eps / 2
@@ -161,8 +162,8 @@ def test_one_broken_row_spoils_no_other_row(device):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("kind", ["index", "probabilities"])
-# Every pair of options occurs in the loops below: each option is simple, but they share the divisor and the path for
-# soft targets.
+# Every pair of options occurs in the loops below: each option alone is simple, but options share the divisor and the
+# path for soft targets.
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 def test_option_pairs(device, reduction, kind, smoothing):
     z = torch.randn(6, 5, dtype=torch.float64, device=device) * 3
@@ -224,7 +225,7 @@ def test_a_table_is_looked_up_in_the_kernel(device):
         per_row = torch.tensor([-1.0, 5.0, -1.0], dtype=dtype, device=device)
         by_table = fk.focal_loss(z, target, table, reduction="none")
         assert_close(by_table, fk.focal_loss(z, target, per_row, reduction="none"))
-    # The next call sees values that were written in place, as a schedule needs.
+    # The next call sees values written in place, as a schedule requires.
     table.gammas[1:] = 0.0
     table.gammas[0] = 0.0
     assert_close(fk.focal_loss(z, target, table), F.cross_entropy(z, target))

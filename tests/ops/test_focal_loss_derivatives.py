@@ -13,7 +13,7 @@ from focalkern import reference
 
 # ---- derivatives ----------------------------------------------------------------------------------------------------
 
-# Gamma 0.5 has an unbounded second derivative at p = 1, 3 a vanishing one, 0 none of its own, -1.5 the other branch.
+# Gamma 0.5 has an unbounded second derivative at p = 1, 3 a vanishing one, 0 none, and -1.5 takes the inverse branch.
 DERIVATIVE_GAMMAS = [0.5, 3.0, 0.0, -1.5]
 
 
@@ -24,7 +24,7 @@ def test_first_and_second_derivatives(device, kind, gamma):
     target = torch.tensor([[0, 2], [1, -100], [2, 1]], device=device)
     soft = torch.rand(3, 3, 2, dtype=torch.float64, device=device, requires_grad=kind == "probabilities")
     weight = torch.rand(3, dtype=torch.float64, device=device)
-    # gamma = 0 as a tensor is a kink (the sign rule): finite differences there see two different branches.
+    # gamma = 0 as a tensor is a kink (the sign rule): finite differences there mix two branches.
     g = torch.full((3, 1), gamma, dtype=torch.float64, device=device, requires_grad=gamma != 0)
 
     def function(z, t, g, reduction):
@@ -173,7 +173,7 @@ def test_torch_func_is_never_silently_wrong(device):
                     assert_close(actual, expected)
                 assert_close(hessian(ours)(z), hessian(theirs)(z))
                 assert_close(jacrev(grad(ours))(z), hessian(theirs)(z))
-    # One sample at a time: the per-sample gradients of differential privacy and influence functions.
+    # One sample at a time: per-sample gradients, as for differential privacy and influence functions.
     rows = target.clamp(min=0)
     per_sample = vmap(grad(lambda z, t, g: fk.focal_loss(z, t, g)))(z, rows, gamma)
     expected = vmap(grad(lambda z, t, g: reference.focal_loss(z, t, g)))(z, rows, gamma)
@@ -219,7 +219,7 @@ def test_forward_mode(device):
         "g": torch.rand(5, dtype=torch.float64, device=device) + 0.5,
     }
     tangents = {name: torch.randn_like(value) for name, value in values.items()}
-    # Each input separately, and with gradients off, where a shortcut would drop the tangent.
+    # Each input separately, also with gradients off, where a shortcut would drop the tangent.
     for name in names:
         for grad_mode in (True, False):
             results = []
@@ -233,6 +233,6 @@ def test_forward_mode(device):
             assert_close(results[0].tangent, results[1].tangent)
     z = leaf(values["z"])
     target = torch.randint(4, (5,), device=device)
-    # float64 finite differences of the forward mode, and forward over reverse.
+    # Finite differences of the forward mode in float64, and forward over reverse.
     assert torch.autograd.gradcheck(lambda z: fk.focal_loss(z, target), (z,), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(lambda z: fk.focal_loss(z, target), (z,), check_fwd_over_rev=True)

@@ -42,10 +42,10 @@ def test_value_and_gradients_at_300_digits(device, dtype, gamma):
             actual = [loss.item(), *grads[0].flatten().tolist(), grads[1].item()]
             exact = [exact_loss, *exact_grad, exact_slope]
             for a, e in zip(actual, exact, strict=True):
-                # float64 keeps its relative accuracy however small the number; float32 has its contract.
+                # float64 keeps its relative accuracy for every magnitude; float32 has its contract.
                 floor = 1e-290 if dtype == torch.float64 else atol
                 assert abs(a - e) <= rtol * abs(e) + floor, (gap, target, a, e)
-            # The same with soft targets, whose loop visits every class.
+            # The same with soft targets, whose loop processes every class.
             soft = F.one_hot(torch.tensor([target], device=device), 3).to(dtype)
             by_class = fk.focal_loss(z, soft, g, reduction="sum")
             actual = [by_class.item(), *torch.autograd.grad(by_class, z)[0].flatten().tolist()]
@@ -72,8 +72,8 @@ def test_soft_targets_at_300_digits(device, gamma):
 @pytest.mark.filterwarnings("ignore:focal_loss. gamma = -5.0 is below")
 @pytest.mark.parametrize("gamma", EDGE_GAMMAS)
 def test_the_edges_of_every_form_of_gamma(device, gamma):
-    # One gamma for all rows or one each, rows with equal or different weights: each has its own loop. More rows than a
-    # vector.
+    # One gamma for all rows or one per row, rows with equal or different weights: each has its own loop. More rows than
+    # a vector.
     edges = [(gap, target) for gap in EDGE_GAPS for target in (0, 1)] * 3
     exact = [edge_oracle(gap, gamma, target) for gap, target in edges]
     table = fk.GammaTable([0.0, 0.5, 1.0], [gamma, gamma]).to(device)
@@ -99,7 +99,7 @@ def test_the_edges_of_every_form_of_gamma(device, gamma):
 
 
 def test_digits_of_a_certain_target():
-    # The loss is in proportion to a power of 1 - p, which has all its digits.
+    # The loss is proportional to a power of 1 - p, which has all its digits.
     gaps = torch.arange(1, 26, dtype=torch.float64)
     z = torch.stack([gaps, torch.zeros_like(gaps)], dim=1).float().requires_grad_()
     u = torch.sigmoid(-gaps)
@@ -112,7 +112,7 @@ def test_digits_of_a_certain_target():
 
 
 def test_digits_of_the_slope_in_gamma_of_a_likely_class_among_many():
-    # The target is the largest class, and p is small all the same: log(1 - p) is no difference of large logarithms.
+    # The target is the largest class, but p is small: log(1 - p) is not a difference of large logarithms.
     z = torch.zeros(20, 1000)
     g = torch.full((20,), 1.5, requires_grad=True)
     (grad,) = torch.autograd.grad(fk.focal_loss(z, torch.arange(20), g, reduction="sum"), g)
@@ -196,7 +196,7 @@ def test_digits_of_a_high_power_of_a_target_of_any_share():
 
 
 def test_the_gradient_is_that_of_the_gamma_of_the_loss(device):
-    # p is on an edge of the table, and rounding decides which gamma that is: once for both.
+    # p is on an edge of the table, and rounding decides which gamma applies: the same one for loss and gradient.
     for classes in range(2, 33):
         edges = torch.arange(classes + 1, dtype=torch.float64) / classes
         table = fk.GammaTable(edges, torch.arange(classes) % 2 * 2.0 - 0.5).to(device)
@@ -236,7 +236,7 @@ def test_infinite_logits(device):
         x = leaf(z)
         (grad,) = torch.autograd.grad(fk.focal_loss(x, torch.tensor([1], device=device), g), x)
         assert_close(grad, z.softmax(-1) - torch.tensor([[0.0, 1.0, 0.0]], device=device))
-        # p = 0 elsewhere, with no share in the target: contributes nothing.
+        # p = 0 in another class without a share in the target: it contributes nothing.
         soft = torch.tensor([[0.4, 0.0, 0.6]], dtype=torch.float64, device=device)
         for target in (torch.tensor([2], device=device), soft):
             x, part = leaf(z), leaf(z[:, [0, 2]])
@@ -247,7 +247,7 @@ def test_infinite_logits(device):
             grad, expected_grad = torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, part)[0]
             assert_close(grad[:, [0, 2]], expected_grad)
             assert grad[0, 1] == 0
-        # With a share, through smoothing, it is infinite as in torch.
+        # With a share, through smoothing, the loss is infinite as in torch.
         assert fk.focal_loss(z, torch.tensor([2], device=device), gamma, label_smoothing=0.1) == math.inf
 
 

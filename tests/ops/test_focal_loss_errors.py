@@ -35,7 +35,7 @@ T = torch.tensor([0, 1, 2, 0])
         ((Z, T), {"weight": torch.ones(4)}, ValueError, r"weight must be \[C\] = \[3\], got \[4\]"),
         ((Z, T), {"weight": torch.ones(3, 1)}, ValueError, r"weight must be \[C\] = \[3\], got \[3, 1\]"),
         ((Z, T, torch.ones(3)), {}, ValueError, r"gamma must be .*\[4\], got \[3\]"),
-        # Along the class axis: refused also where it would broadcast by luck.
+        # Along the class axis: refused even where it would broadcast by chance.
         ((Z, T, torch.ones(4, 3)), {}, ValueError, r"gamma must be .*\[4\], got \[4, 3\]"),
         ((Z, T, torch.ones(4, 1)), {}, ValueError, r"gamma must be .*\[4\], got \[4, 1\]"),
         ((Z, T, torch.ones(1, 4)), {}, ValueError, r"gamma must be .*\[4\], got \[1, 4\]"),
@@ -74,7 +74,7 @@ def test_options_are_keywords():
         fk.focal_loss(Z, T, 2.0, None)
 
 
-# The first label out of range, in row 2; below 0; ignored rows before it; and in a layout of several dimensions.
+# The first label out of range, in row 2; below 0; after ignored rows; and in a layout of several dimensions.
 @pytest.mark.parametrize("bad", [3, -1, -99, 2**32, 2**32 + 1, 2**40, -(2**62), -(2**63)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_labels_out_of_range_on_the_cpu_name_the_row(bad, smoothing):
@@ -155,7 +155,7 @@ def test_opcheck_of_a_layout_that_is_copied(device):
     torch.library.opcheck(torch.ops.focalkern.focal_loss_backward, (*arguments, [True, False, False]))
 
 
-# Every pair, and the two promotions, to float32 and to float64, on the compiled path too.
+# Every pair of dtypes, and the promotions to float32 and to float64, also compiled.
 @pytest.mark.parametrize("logits_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("target_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_class_probabilities_of_another_dtype_promote_as_in_torch(device, dynamo, logits_dtype, target_dtype):

@@ -26,7 +26,7 @@ def test_compiles_as_one_graph_without_recompilation_when_gamma_changes(device, 
         return fk.focal_loss(z * 2, target, gamma)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    # torch takes every number for a constant until it sees a second value: that one change costs a compilation.
+    # torch treats every number as a constant until it sees a second value; that first change costs one compilation.
     compiled(z, target, 3.0)
     compiled(z, target, 2.5)
     with dynamo.config.patch(error_on_recompile=True):

@@ -59,7 +59,7 @@ def test_layouts_give_the_bits_of_the_contiguous_case(device, layout, dtype):
                 x = leaf(z)
                 loss = fk.focal_loss(x, t_, gamma, reduction="none")
                 results.append((loss, torch.autograd.grad(loss, x, upstream)[0]))
-            # The order of a sum over classes may follow the layout, so: the tolerance, not the bits.
+            # The order of a sum over classes may follow the layout, so the tolerance applies, not bitwise equality.
             for actual, expected in zip(*results, strict=True):
                 assert_close(actual, expected)
 
@@ -69,7 +69,7 @@ def test_layouts_give_the_bits_of_the_contiguous_case(device, layout, dtype):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("classes", "size"), [(3, (7, 9)), (20, (37, 70)), (40, (5, 300))])
 def test_crops_of_images(dtype, memory_format, classes, size):
-    """Lines longer and shorter than a tile, whose tiles end at lines and at images, or go beyond them."""
+    """Lines longer and shorter than a tile; tiles end at a line or an image, or span several."""
     whole = torch.randn(3, classes, size[0] + 3, size[1] + 5).to(dtype).contiguous(memory_format=memory_format)
     crop = whole[..., 1:-2, 2:-3]
     target = torch.randint(classes, (3, *size))
@@ -81,7 +81,7 @@ def test_crops_of_images(dtype, memory_format, classes, size):
             loss = fk.focal_loss(x, target, 2.0, reduction="none", **options)
             results.append((loss, torch.autograd.grad(loss.float().sum(), x)[0]))
         for actual, expected in zip(*results, strict=True):
-            # The order of a sum may follow the layout, and so round to the neighbour in bfloat16.
+            # The order of a sum may follow the layout, so bfloat16 results may round to the neighbour.
             rtol = 2**-7 if dtype == torch.bfloat16 else 1e-5
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6)
 
@@ -140,7 +140,8 @@ def test_label_layouts(device):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-# 1: the loss is 0; 2, 3, 10: under one vector; 17: a vector and one; 100; 1000; 4097: many vectors and one.
+# 1: the loss is 0; 2, 3, 10: less than one vector; 17: a vector and one class; 100; 1000; 4097: many vectors and one
+# class.
 @pytest.mark.parametrize("n_classes", [1, 2, 3, 10, 17, 100, 1000, 4097])
 def test_class_counts_and_dtypes(device, dtype, n_classes):
     z = (torch.randn(5, n_classes, device=device) * 3).to(dtype)
@@ -159,6 +160,6 @@ def test_target_dtypes(device, dtype):
     target[2] = 199
     expected = F.cross_entropy(z, target)
     assert_close(fk.focal_loss(z, target.to(dtype), 0.0), expected)
-    # 255 is how uint8 masks say "ignore".
+    # uint8 masks use 255 for "ignore".
     target[4] = 255
     check_against_reference(z, target.to(dtype), 2.0, ignore_index=255)

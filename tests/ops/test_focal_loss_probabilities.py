@@ -1,4 +1,4 @@
-"""Class probabilities in half precision are read as they are: no float32 copy of them, and the bits of such a copy."""
+"""Class probabilities in half precision are read without a float32 copy; results are bitwise those of such a copy."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ LAYOUTS = {
 
 
 def gradients(logits, target, **options):
-    """Of a loss whose rows count 1 to 8 times: loss, and gradients in logits and target."""
+    """The loss, and its gradients in logits and target, with row weights from 1 to 8."""
     leaves = logits.detach().requires_grad_(), target.detach().requires_grad_()
     loss = fk.focal_loss(*leaves, reduction="none", **options)
     upstream = 1 + torch.arange(loss.numel(), device=loss.device).reshape(loss.shape) % 8

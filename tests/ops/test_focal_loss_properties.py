@@ -1,4 +1,4 @@
-"""Properties of fk.focal_loss on drawn logits and gammas."""
+"""Properties of fk.focal_loss on random logits and gammas."""
 
 import torch
 import torch._dynamo
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import focalkern as fk
 
-# Deterministic: a failure does not depend on luck. The loss costs microseconds, so the examples are many enough.
+# Deterministic: a failure does not depend on chance. The loss takes microseconds, so many examples are possible.
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60, database=None)
 
 # ---- properties -----------------------------------------------------------------------------------------------------
 
-# Logits up to 30 saturate float32 (1 - p = 1e-13) without leaving the range where sums of two losses are exact.
+# Logits up to 30 saturate float32 (1 - p = 1e-13) but keep sums of two losses exact.
 logits_strategy = st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=6)
 
 gamma_strategy = st.floats(-6, 6, width=32)

@@ -1,4 +1,4 @@
-"""Runs of fk.focal_loss: the same bits, its memory, CUDA without waiting."""
+"""Runs of fk.focal_loss: determinism, memory, and CUDA without synchronisation."""
 
 import focal_cases
 import pytest
@@ -23,7 +23,7 @@ def results_for_bits(z, target, gamma, **options):
     return [loss, *torch.autograd.grad(loss.sum(), inputs)]
 
 
-# Many short rows (a model's classes), and few long ones (a vocabulary); both are cut into several units of work.
+# Many short rows (classes of a model), and few long ones (a vocabulary); both are divided into several units of work.
 @pytest.mark.parametrize(("n", "n_classes"), [(20000, 10), (61, 4097)])
 def test_the_same_bits_on_every_run_and_for_every_number_of_threads(device, threads, n, n_classes):
     z = torch.randn(n, n_classes, device=device)
@@ -51,7 +51,7 @@ def test_reduced_sums_of_many_rows_are_exact_enough(device):
 
 
 def allocated_bytes(function):
-    """The memory that the operators of a call allocate on the CPU, freed again or not."""
+    """The memory that the operators of a call allocate on the CPU, including freed memory."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         function()
@@ -78,7 +78,8 @@ def test_no_temporary_of_the_size_of_the_logits(make):
     for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1}):
         kept = []
         forward = allocated_bytes(lambda options=options, kept=kept: kept.append(fk.focal_loss(z, target, **options)))
-        # Three float32 numbers per row, the unreduced loss in float32 and in the dtype of the logits; and small change.
+        # Three float32 numbers per row, the unreduced loss in float32 and in the dtype of the logits, and a small
+        # remainder.
         assert forward <= rows * 5 * 4 + 4096
         upstream = torch.ones_like(kept[0])
         backward = allocated_bytes(lambda kept=kept, upstream=upstream: torch.autograd.grad(kept[0], z, upstream))

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary that is split over ranks: gloo processes against one process with all classes."""
+"""Losses over a vocabulary that is split over ranks: gloo processes compared with one process with all classes."""
 
 import datetime
 import time
@@ -15,7 +15,7 @@ from vocab_cases import CASES, SLICES, STATISTICS, C, D, N, of_logits, problem, 
 
 import focalkern as fk
 
-# No measurement: a limit far above the time of any of these tests on a busy machine.
+# Not a measurement: a limit far above the time of these tests on a busy machine.
 TIMEOUT = datetime.timedelta(minutes=15)
 SHORT = datetime.timedelta(seconds=1)  # of a group, one of whose ranks never answers
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def statistics(name, world, rank=None, group=None):
-    """The statistics of the rows, by the head and by its logits."""
+    """The statistics of the rows, from the head and from its logits."""
     x, w, b, target, options = problem(name, world)
     part = slice(None)
     if rank is not None:
@@ -56,7 +56,7 @@ def other_checks(rank, world, group):
     begin = sum(slices(world)[:rank])
     part = w[begin : begin + slices(world)[rank]]
     out = {}
-    # A gradient of the input that is left to the caller.
+    # A gradient of the input that the caller reduces.
     leaf = x.clone().requires_grad_()
     loss = fk.linear_focal_loss(leaf, part, target, process_group=group, reduce_input_grad=False)
     (mine,) = torch.autograd.grad(loss, leaf, retain_graph=True)
@@ -82,7 +82,7 @@ def other_checks(rank, world, group):
 
 
 def with_dtensor(rank, world):
-    """A head that torch splits over its classes, whose logits stay a DTensor, as loss_parallel wants them."""
+    """A head that torch splits over its classes; its logits stay a DTensor, as loss_parallel requires."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -160,7 +160,7 @@ def process(rank, world, folder):
         out["dtensor"] = with_dtensor(rank, world)
         out["training"] = in_training(rank, world)
     torch.save(out, f"{folder}/{rank}.pt")
-    dist.barrier()  # none leaves while another may still speak to it
+    dist.barrier()  # no rank leaves while another may still communicate with it
     dist.destroy_process_group()
 
 
@@ -181,8 +181,8 @@ def dying(rank, folder):
     z, target = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
     fk.focal_loss_vocab_parallel(z, target)
     while rank == 1:
-        time.sleep(60)  # unreachable for the other rank, until the test kills it
-    # Set the timeout only now, because the rendezvous may take any time.
+        time.sleep(60)  # unreachable for the other rank until the test kills it
+    # The timeout is set only now, because the rendezvous may take any time.
     dist.distributed_c10d._set_pg_timeout(SHORT, dist.group.WORLD)
     message = error_of(lambda: fk.focal_loss_vocab_parallel(z, target))
     torch.save(message, f"{folder}/part")
@@ -202,14 +202,14 @@ def start(function, arguments, world, wait_for):
 
 @pytest.fixture(scope="module", params=SLICES, ids=lambda world: f"{world} ranks")
 def ranks(request, tmp_path_factory):
-    """(number of ranks, what each of them got): one start for all tests, because it takes longer than all of them."""
+    """(number of ranks, results of each). All tests share one start, which takes longer than all of them."""
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
     start(process, (world, str(folder)), world, lambda context: context.join(timeout=1))
     return world, [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def close(found, expected):
-    """bfloat16 rounds logits, and the parts of sums over ranks, before they are added."""
+    """bfloat16 rounds logits, and partial sums of ranks before they are added."""
     assert found.dtype == expected.dtype
     if found.dtype == torch.bfloat16:
         scale = expected.abs().max().item()
@@ -233,7 +233,7 @@ def check_head(name, world, results):
     found = [result["head", name] for result in results]
     for of_rank in found:
         close(of_rank[0], expected[0])
-        close(of_rank[1], expected[1])  # the input's gradient is that of all ranks
+        close(of_rank[1], expected[1])  # the gradient of the input is summed over all ranks
         for gradient, wanted in zip(of_rank[4 + soft :], expected[4 + soft :], strict=True):
             close(gradient, wanted)
     for place in (2, 3):
@@ -338,5 +338,5 @@ def test_a_rank_that_does_not_answer_is_an_error_after_the_timeout(tmp_path):
         time.sleep(0.2)
         return (tmp_path / "0.pt").exists()
 
-    start(dying, (str(tmp_path),), 2, is_told)  # the other rank lives on: only the group's timeout can end the wait
+    start(dying, (str(tmp_path),), 2, is_told)  # the other rank stays alive, so only the timeout ends the wait
     assert torch.load(tmp_path / "0.pt").startswith("RuntimeError")

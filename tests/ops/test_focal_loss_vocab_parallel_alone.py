@@ -155,7 +155,7 @@ def test_what_does_not_go_with_ranks(alone):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_slope_of_a_slice_far_below_the_others(dtype):
-    """The label's p is e^-d, its u 1, for sums of exponentials that do not fit into a float32."""
+    """The label has p = e^-d and u = 1, where the sums of exponentials overflow float32."""
     for distance in (0.7, 50.0, 70.0, 100.0, 900.0, math.inf):
         logits = torch.randn(20, 50, dtype=dtype)
         label = torch.arange(20)

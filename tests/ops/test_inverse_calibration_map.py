@@ -1,4 +1,4 @@
-"""The inverse calibration maps against their definitions, and the properized loss."""
+"""The inverse calibration maps compared with their definitions, and the properized loss."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from focalkern import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Undecided, ordinary, saturated in both precisions (1 - p is 1e-9 and 1e-35), equal classes.
+# Equal logits, ordinary ones, saturated ones in both precisions (1 - p is 1e-9 and 1e-35), equal classes.
 ROWS = ((0.3, -1.0, 2.0), (20.0, 0.0, -3.0), (80.0, 0.0, -3.0), (0.0, 0.0, 0.0, 0.0))
 
 
@@ -24,7 +24,7 @@ ROWS = ((0.3, -1.0, 2.0), (20.0, 0.0, -3.0), (80.0, 0.0, -3.0), (0.0, 0.0, 0.0, 
 def solved() -> list[tuple[tuple[float, ...], float, list[float]]]:
     """(row, gamma, log q): on both sides of gamma = 1, where the two branches of the equation change roles."""
     result = []
-    # Enough digits for the 1 - q of the saturated row.
+    # Enough digits for 1 - q of the saturated row.
     with mpmath.workdps(80):
         for row in ROWS:
             for gamma in (0.25, 3.0):
@@ -41,7 +41,7 @@ def test_equals_the_definition(device: torch.device, dtype: torch.dtype, solved)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_classes_equal_the_definition(device: torch.device, dtype: torch.dtype) -> None:
-    # Near 0, where the equation is a difference of equals; ordinary; saturated.
+    # Near 0, where the equation is a difference of nearly equal terms; ordinary; saturated.
     logits = [-3.0, 0.0, 1e-6, 0.5, 30.0]
     with mpmath.workdps(80):
         expected = []
@@ -57,12 +57,12 @@ def test_two_classes_equal_the_definition(device: torch.device, dtype: torch.dty
 @pytest.mark.parametrize("n_classes", [2, 3, 10, 1000])
 @pytest.mark.parametrize("gamma", [1e-8, 0.05, 1.0, 5.0, 100.0, 1000.0])
 def test_the_map_of_the_inverse_is_the_input(device: torch.device, n_classes: int, gamma: float) -> None:
-    # Spreads from nearly uniform to saturated; the larger gammas are the hardest for the iteration.
+    # Logits from nearly uniform to saturated; the larger gammas are the hardest for the iteration.
     for scale in (0.1, 1.0, 5.0, 50.0):
         logits = scale * torch.randn(20, n_classes, dtype=torch.float64, device=device)
         log_q = fk.inverse_focal_calibration_map(logits, gamma, log=True)
         back = fk.focal_calibration_map(log_q, gamma, log=True)
-        # A root x has an error of a few last bits of x, which the map back multiplies by up to 1 + gamma.
+        # A root x has an error of a few units in the last place, which the map back multiplies by up to 1 + gamma.
         torch.testing.assert_close(back, logits.log_softmax(-1), rtol=1e-14 * (20 + gamma), atol=1e-14 * (20 + gamma))
         assert_close(log_q.exp().sum(-1), torch.ones(20))
 
@@ -78,7 +78,7 @@ def test_gamma_zero_changes_nothing(device: torch.device) -> None:
     logits = torch.randn(7, 5, device=device)
     assert_close(fk.inverse_focal_calibration_map(logits, 0.0), logits.softmax(-1))
     assert torch.equal(fk.binary_inverse_focal_calibration_map(logits, 0.0, log_odds=True), logits)
-    # Also if only some rows have it.
+    # Also if only some rows have gamma 0.
     gamma = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 3.0, 0.0], device=device)
     result = fk.inverse_focal_calibration_map(logits, gamma)
     assert_close(result[::2], logits[::2].softmax(-1))
@@ -100,10 +100,10 @@ def test_extremes(device: torch.device) -> None:
         log_q = fk.inverse_focal_calibration_map(logits, gamma, log=True)
         assert not log_q.isnan().any()
         assert_close(log_q.exp().sum(-1), torch.ones(4))
-        # Two equal classes stay equal, an absent one stays absent, a certain one certain.
+        # Two equal classes stay equal, an impossible one stays impossible, a certain one certain.
         assert_close(log_q[1].exp(), torch.tensor([0.5, 0.0, 0.5]))
         assert torch.equal(log_q[2].exp(), torch.tensor([1.0, 0.0, 0.0], device=device))
-        # Saturated: 1 - q = (r / (1 + gamma))^(1 / (1 + gamma)) with r = e^-10000, the odds against.
+        # Saturated: 1 - q = (r / (1 + gamma))^(1 / (1 + gamma)), where r = e^-10000 is the odds of the other classes.
         expected = -(1e4 + torch.tensor(1 + gamma).log()) / (1 + gamma)
         assert_close(log_q[0, 1], expected)
         (grad,) = torch.autograd.grad(log_q[log_q.isfinite()].sum(), logits)
@@ -188,14 +188,15 @@ def test_derivatives_of_a_row_that_is_nearly_certain(
 
 
 def test_gradient_of_a_saturated_row(device: torch.device) -> None:
-    # The Jacobian of the inverse is the inverse of the map's Jacobian: J v back through the map gives v.
+    # The Jacobian of the inverse is the inverse of the map's Jacobian, so mapping J v back gives v.
     logits = torch.tensor([[30.0, 0.0, -3.0]], dtype=torch.float64, device=device, requires_grad=True)
     log_q = fk.inverse_focal_calibration_map(logits, 2.0, log=True)
     upstream = torch.tensor([[0.3, -1.0, 0.7]], dtype=torch.float64, device=device)
     (grad,) = torch.autograd.grad(log_q, logits, upstream)
     back = log_q.detach().requires_grad_()
     (again,) = torch.autograd.grad(fk.focal_calibration_map(back, 2.0, log=True), back, grad)
-    # Gradients of a softmax do not see a constant in the logits: the map projects upstream on to that space.
+    # Gradients of a softmax do not depend on a constant in the logits: the map projects the upstream gradient
+    # accordingly.
     expected = upstream - upstream.sum(-1, keepdim=True) * log_q.detach().exp()
     assert_close(again, expected)
 
@@ -207,7 +208,7 @@ def test_the_minimum_of_the_expected_loss_is_the_truth(device: torch.device) -> 
         loss = fk.properized_focal_loss(logits, truth, gamma)
         (grad,) = torch.autograd.grad(loss, logits)
         assert grad.abs().max() < 1e-14
-        # The focal loss itself is not proper: its slope there is not 0.
+        # The focal loss itself is not proper: its gradient there is not 0.
         (plain,) = torch.autograd.grad(fk.focal_loss(logits, truth, gamma), logits)
         assert plain.abs().max() > 1e-3
         for _ in range(20):
@@ -261,7 +262,7 @@ def test_opcheck(device: torch.device, name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.focalkern, name).default, (*arguments, gamma))
 
 
-# Far below 1, two log q are large numbers of the type: the gradient needs their difference.
+# Far below 1, two log q are large numbers: the gradient needs their difference.
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("gap", [30.0, 300.0, 1e3, 1e4, 1e5])
 def test_digits_of_the_gradient_at_a_large_gap(device: torch.device, gap: float, gamma: float) -> None:
@@ -270,7 +271,7 @@ def test_digits_of_the_gradient_at_a_large_gap(device: torch.device, gap: float,
         g = torch.tensor([gamma, gamma], dtype=dtype, device=where, requires_grad=True)
         loss = fk.properized_focal_loss(z, torch.tensor([1, 2], device=where), g, reduction="none")
         log_q = fk.inverse_focal_calibration_map(z, g, log=True)
-        # Gradients of the lower classes' log-probabilities, whose differences equal those of the logits.
+        # The gradients of the log-probabilities of the lower classes, whose differences equal those of the logits.
         pull = torch.autograd.grad((log_q * torch.tensor([0.0, 1.0, -0.5, -0.5], dtype=dtype, device=where)).sum(), z)
         return [loss.detach(), *torch.autograd.grad(loss.sum(), (z, g)), *pull]
 
@@ -280,7 +281,7 @@ def test_digits_of_the_gradient_at_a_large_gap(device: torch.device, gap: float,
 
 
 def test_result_on_cuda_equals_the_cpu(cuda: torch.device) -> None:
-    # The number of iterations is fixed there: nothing is read back.
+    # The number of iterations is fixed on CUDA, so nothing is read back.
     logits, gamma = 5 * torch.randn(50, 100), 30 * torch.rand(50)
     expected = fk.inverse_focal_calibration_map(logits.double(), gamma.double(), log=True).float()
     logits, gamma = logits.to(cuda), gamma.to(cuda)
@@ -319,7 +320,7 @@ def test_errors() -> None:
 
 
 def test_digits_of_the_definition_suffice() -> None:
-    # The oracle's own result, put into the definition of the forward map, gives the input back.
+    # Inserting the oracle's result into the definition of the forward map gives the input back.
     with mpmath.workdps(80):
         row = [20.0, 0.0, -3.0]
         q = [mpmath.exp(v) for v in oracle.log_inverse_map(row, 3.0)]

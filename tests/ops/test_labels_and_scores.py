@@ -13,7 +13,7 @@ NAMES = ["quality_focal_loss", *SCORED]
 
 
 def dense_target(labels, scores, n_classes):
-    """The dense target, and which of its elements count. A score of 0 becomes the smallest normal number."""
+    """The dense target, and a mask of its counted elements. A score of 0 becomes the smallest normal number."""
     tiny = torch.finfo(torch.float64 if scores.dtype == torch.float64 else torch.float32).tiny
     at = torch.arange(n_classes, device=labels.device).view(-1, *[1] * (labels.dim() - 1)) == labels.unsqueeze(1)
     counts = (labels != -100).unsqueeze(1).expand_as(at)
@@ -30,7 +30,7 @@ def rows(shape, dtype, device):
     return (torch.randn(shape, device=device) * 3).to(dtype), labels, scores.to(dtype)
 
 
-# Many and few classes; whole tiles, and a remainder; queries after the class dimension, and pixels.
+# Many and few classes; whole tiles and a remainder; queries after the class dimension; and pixels.
 @pytest.mark.parametrize("shape", [(30, 80), (700, 3), (3, 7, 40), (2, 5, 4, 6), (2, 1, 5)])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", NAMES)

@@ -1,5 +1,4 @@
-"""docs/large_vocabulary.md: its examples run, its recipes give the described results, and its table is computed
-again."""
+"""docs/large_vocabulary.md: its examples run, its recipes give the described results, and its table is recomputed."""
 
 import copy
 import csv

@@ -1,5 +1,4 @@
-"""linear_focal_loss against the two operations that it replaces, in value and every derivative, and the memory of its
-chunks."""
+"""linear_focal_loss compared with the two operations that it replaces: value, derivatives, options and dtypes."""
 
 import pytest
 import torch
@@ -9,14 +8,14 @@ from linear_cases import OPTIONS, C, N, Products, derivatives, pair, problem
 import focalkern as fk
 
 pytestmark = [
-    # torch's own decompositions still use torch.jit.script, whose deprecation is torch's matter.
+    # torch's own decompositions still use torch.jit.script, which is deprecated.
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.usefixtures("one_thread", "chunks"),
 ]
 
 
 def compare(x, w, b, target, *arguments, more=(), dtype=None, **options):
-    """Values and gradients of both; ``more`` are additional leaves."""
+    """Compares values and gradients of both; ``more`` are additional leaves."""
     leaves = [t for t in (x, w, b, *more) if t is not None]
     found = fk.linear_focal_loss(x, w, target, *arguments, linear_bias=b, **options)
     expected = pair(x, w, target, *arguments, linear_bias=b, **options)
@@ -29,7 +28,7 @@ def compare(x, w, b, target, *arguments, more=(), dtype=None, **options):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("chunk_rows", [None, 4])  # one chunk, and many with a part left over
+@pytest.mark.parametrize("chunk_rows", [None, 4])  # one chunk, or many with an incomplete last one
 def test_it_is_the_pair(device, options, reduction, chunk_rows):
     options = {k: v.to(device) if hasattr(v, "to") else v for k, v in options.items()}
     x, w, b, target = problem(device=device)
@@ -104,7 +103,7 @@ def test_narrow_dtypes_against_float64(device, dtype, reduction):
     found = fk.linear_focal_loss(x, w, target, linear_bias=b, reduction=reduction, chunk_rows=4)
     expected = pair(exact[0], exact[1], target, linear_bias=exact[2], reduction=reduction)
     assert found.dtype == dtype
-    # Logits and their gradients are rounded to the dtype, and then summed over D or C: a few rounding errors.
+    # Logits and their gradients are rounded to the dtype, and then summed over D or C: an error of a few roundings.
     tolerance = 20 * (TOLERANCE[dtype][0] if dtype != torch.float32 else 2.0**-23)
     for actual, wanted in zip(
         (found, *derivatives(found, (x, w, b))), (expected, *derivatives(expected, exact)), strict=True
@@ -115,7 +114,7 @@ def test_narrow_dtypes_against_float64(device, dtype, reduction):
 
 
 def test_a_half_precision_weight_has_a_gradient_summed_in_float32():
-    # 512 chunks of one row: summed in bfloat16, the total would stop growing at 256 of the same term.
+    # 512 chunks of one row: a bfloat16 total would stop growing at 256 times the same term.
     x = torch.ones(512, 1, dtype=torch.bfloat16)
     w = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     loss = fk.linear_focal_loss(x, w, torch.zeros(512, dtype=torch.long), 0.0, reduction="sum", chunk_rows=1)

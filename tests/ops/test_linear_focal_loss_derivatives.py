@@ -8,7 +8,7 @@ from linear_cases import OPTIONS, D, N, Products, derivatives, pair, problem
 import focalkern as fk
 
 pytestmark = [
-    # torch's own decompositions still use torch.jit.script, whose deprecation is torch's matter.
+    # torch's own decompositions still use torch.jit.script, which is deprecated.
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.usefixtures("one_thread", "chunks"),
 ]
@@ -105,7 +105,7 @@ def test_forward_mode_is_an_error_that_says_what_to_use():
             fk.linear_focal_loss(dual, w, target)
 
 
-@pytest.mark.kernels  # without them a graph holds the pair
+@pytest.mark.kernels  # without gradients the graph contains the two operations
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_it_compiles_into_one_graph(reduction):
     torch._dynamo.reset()

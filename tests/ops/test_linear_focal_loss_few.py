@@ -1,4 +1,4 @@
-"""linear_focal_loss of few logits, which it computes at once."""
+"""linear_focal_loss of few logits, which it computes without chunks."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_ignored_rows_may_hold_anything(passes):
     loss.backward()
     assert loss.isfinite() and w.grad.isfinite().all() and b.grad.isfinite().all()
     assert (x.grad[target == -100] == 0).all()
-    assert passes  # in chunks, which leave these rows out
+    assert passes  # in chunks, which skip these rows
 
 
 def test_chunks_are_taken_if_asked_for_or_needed(passes):

@@ -12,14 +12,14 @@ import focalkern as fk
 from focalkern.ops._linear_chunks import blocks, default_chunk_rows
 
 pytestmark = [
-    # torch's own decompositions still use torch.jit.script, whose deprecation is torch's matter.
+    # torch's own decompositions still use torch.jit.script, which is deprecated.
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.usefixtures("one_thread", "chunks"),
 ]
 
 
 def step(needed=(True, True, True), grad=True, classes=64, rows=96, chunk_rows=16, share=0.0, **options):
-    """One training step, with what it did."""
+    """One training step, and a record of its products and tensors."""
     x, w, b = torch.randn(rows, 8), torch.randn(classes, 8), torch.randn(classes)
     target = torch.randint(classes, (rows,))
     target[: int(share * rows)] = -100
@@ -99,7 +99,7 @@ def test_a_second_backward_pass():
     first = derivatives(loss, (x, w, b), retain_graph=True)
     kept = [g.clone() for g in first]
     for gradient in first:
-        gradient.zero_()  # they are the caller's
+        gradient.zero_()  # the caller owns them
     for again, before in zip(derivatives(loss, (x, w, b), retain_graph=True), kept, strict=True):
         assert_close(again, before)
     loss = fk.linear_focal_loss(x, w, target)
@@ -145,7 +145,7 @@ def test_the_weight_may_change_between_the_passes():
     assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], expected)
     with torch.no_grad():
         w.mul_(2)
-    # The logits would be recomputed from a changed weight. As elsewhere in torch this is an error, not a wrong
+    # The logits would be recomputed from a changed weight. As elsewhere in torch, that is an error instead of a wrong
     # gradient.
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, x)
@@ -153,7 +153,7 @@ def test_the_weight_may_change_between_the_passes():
 
 @pytest.mark.parametrize("leading", [(6,), (2, 3)])
 def test_the_order_of_other_libraries_is_recognized(leading):
-    """Weight first: the hidden states would be a head of 6 classes, or of 2 x 3."""
+    """With the weight first, the hidden states would be a head with 6 classes, or 2 x 3."""
     hidden, weight, target = torch.randn(*leading, 4), torch.randn(5, 4), torch.randint(5, leading)
     expected = (
         r"linear_focal_loss: target of labels must be .* The order is linear_focal_loss\(input, linear_weight, target"

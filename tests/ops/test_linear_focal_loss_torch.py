@@ -13,7 +13,7 @@ from torch import nn
 import focalkern as fk
 
 pytestmark = [
-    # torch's own decompositions still use torch.jit.script, whose deprecation is torch's matter.
+    # torch's own decompositions still use torch.jit.script, which is deprecated.
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.usefixtures("one_thread", "chunks"),
 ]

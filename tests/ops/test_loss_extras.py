@@ -14,7 +14,7 @@ import focalkern as fk
 from focalkern import reference
 
 N, C, D = 9, 7, 5
-WEIGHT = torch.linspace(0.0, 2.0, C, dtype=torch.float64)  # one class does not count
+WEIGHT = torch.linspace(0.0, 2.0, C, dtype=torch.float64)  # one class has weight 0
 TABLE = fk.GammaTable([0, 0.1, 0.4, 1], [2.0, -1.0, 0.5])
 CASES = {
     "labels": {},
@@ -83,7 +83,7 @@ def test_in_other_dtypes(dtype, smoothing):
 
 
 def test_digits_of_the_gradient_beside_a_certain_target():
-    """For a target with p near 1 both terms are exact: c (p - 1) from the other classes, and 2 c lse p."""
+    """For a target with p near 1 both terms keep their digits: c (p - 1) from the other classes, and 2 c lse p."""
     z = torch.tensor([[30.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
     (found,) = torch.autograd.grad(fk.focal_loss(z, torch.tensor([0]), 0.0, z_loss=1e-14), z)
     with oracle.precision():
@@ -92,7 +92,7 @@ def test_digits_of_the_gradient_beside_a_certain_target():
         factor = 2 * mpmath.mpf(1e-14) * lse
         expected = [float(p[j] - (j == 0) + factor * p[j]) for j in range(3)]
     assert_close(found[0], torch.tensor(expected, dtype=torch.float64))
-    assert abs(found[0, 0].item() / expected[0] - 1) < 1e-11  # the absolute tolerance of the table would not show it
+    assert abs(found[0, 0].item() / expected[0] - 1) < 1e-11  # the absolute tolerance of the table would hide the error
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": WEIGHT}], ids=str)
@@ -164,7 +164,7 @@ def test_rows_that_do_not_count():
 
 
 def test_edges_of_logits():
-    """A class that cannot occur, logits of +-1e4, one class alone, no row."""
+    """An impossible class, logits of +-1e4, a single class, no row."""
     z = torch.tensor([[0.0, -math.inf, 1.0], [1e4, -1e4, 0.0], [-1e4, 1e4, 0.0]], dtype=torch.float64)
     target = torch.tensor([0, 0, 2])
     loss, stats = fk.focal_loss(z, target, 0.0, reduction="none", z_loss=1e-3, return_stats=True)
@@ -196,7 +196,7 @@ def test_label_out_of_range():
 @pytest.mark.parametrize("shape", [(N, C), (3, C, 2, 2), (40, 4097)], ids=str)
 def test_statistics(shape, dtype, smoothing):
     z, target = (3 * torch.randn(shape)).to(dtype), labels_of((shape[0], *shape[2:]))
-    target[-1] = z[-1:].argmax(1)  # some row is right
+    target[-1] = z[-1:].argmax(1)  # some row is correct
     plain, options = fk.focal_loss(z, target, label_smoothing=smoothing), {"label_smoothing": smoothing}
     loss, stats = fk.focal_loss(z, target, return_stats=True, **options)
     assert_close(loss, plain)
@@ -247,7 +247,7 @@ def test_head_is_the_loss_of_its_logits(case, reduction):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_in_other_dtypes(dtype):
-    """Against the operator that has all logits of the same dtype at once."""
+    """Compared with the operator on all logits of the same dtype."""
     x, w, target = torch.randn(N, D).to(dtype), torch.randn(C, D).to(dtype), labels_of((N,))
     leaves = [x.requires_grad_(), w.requires_grad_()]
     loss, stats = fk.linear_focal_loss(x, w, target, z_loss=0.1, return_stats=True)
@@ -270,7 +270,7 @@ def test_statistics_of_a_head():
 
 
 def test_of_a_head_with_more_dimensions():
-    """A K-dimensional head has all its logits at once."""
+    """A K-dimensional head computes all its logits at once."""
     x, w = torch.randn(N, D, dtype=torch.float64), torch.randn(C, 2, D, dtype=torch.float64)
     target = labels_of((N, 2))
     loss, stats = fk.linear_focal_loss(x, w, target, z_loss=0.1, return_stats=True)

@@ -1,4 +1,4 @@
-"""Sums of the NLL of the focal calibration map: the kernel against mpmath, and against plain torch's derivatives."""
+"""Sums of the NLL of the focal calibration map: the kernel compared with mpmath and with derivatives of plain torch."""
 
 import math
 
@@ -11,7 +11,7 @@ from focalkern.ops.map_nll_sums import map_nll_sums_for
 
 
 def batch(classes, scale=2.0, rows=37, dtype=torch.float64, probs=False):
-    """Two networks; rows with equal logits, with two largest, with classes that cannot occur, with one that can."""
+    """Two networks; rows with equal logits, with two largest ones, with impossible classes, with one possible class."""
     generator = torch.Generator().manual_seed(classes)
     input = scale * torch.randn(2, rows, classes, generator=generator, dtype=torch.float64)
     target = torch.randint(classes, (2, rows), generator=generator)
@@ -32,7 +32,7 @@ def numbers(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-# classes: two; below, at and off the width of vectors; more than a tile of small rows has in cache. gamma: none, zero,
+# classes: two; below, at and off the vector width; more than the small tile of rows holds in cache. gamma: none, zero,
 # both signs, near -1, large.
 @pytest.mark.parametrize("classes", [2, 3, 8, 101])
 @pytest.mark.parametrize("gammas", [None, (0.0, 0.7), (-0.5, -0.97), (3.0, 60.0)])
@@ -55,7 +55,7 @@ def test_other_dtypes_are_summed_in_float64(dtype):
 
 
 def test_saturated_rows_have_the_digits_of_mpmath():
-    """log p_t of a row whose largest logit is far ahead; at gamma = 1 with its slope."""
+    """log p_t of a row with a far larger first logit; at gamma = 1 with its derivatives."""
     gap, gamma = 60.0, 1.0
     input = torch.tensor([[[gap, 0.0, -1.0]]], dtype=torch.float64)
     with mpmath.workdps(80):
@@ -84,7 +84,7 @@ def test_what_is_left_out_and_what_a_batch_changes():
     whole = sums(input, target, share, None, both, False)
     assert torch.equal(sums(input[1:], target[1:], share[1:], None, both[1:], False), whole[1:])
     assert torch.equal(sums(input, target, share, None, numbers(math.nan, 2.0), False)[0], torch.zeros(7).double())
-    # At beta = 0 every class that can occur is as likely.
+    # At beta = 0 all possible classes have the same probability.
     at_zero = sums(input[:1], target[:1], share[:1], None, numbers(0.0), False)[0]
     assert at_zero[0].item() == pytest.approx(math.log(4), rel=1e-14)
     below = input[0].amax(-1) - input[0].gather(1, target[0][:, None]).squeeze(1)

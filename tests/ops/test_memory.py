@@ -23,16 +23,16 @@ def gradient(seed, rows=ROWS):
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    """Memory that earlier tests have left."""
+    """Frees the memory that earlier tests left."""
     fk.empty_cache()
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS - ROWS // 8])  # a batch that is a little smaller fits too
+@pytest.mark.parametrize("rows", [ROWS, ROWS - ROWS // 8])  # a slightly smaller batch fits, too
 def test_freed_gradient_is_used_again(rows):
     first = gradient(0)
     address = first.data_ptr()
     del first
-    others = [torch.empty(ROWS, CLASSES) for _ in range(8)]  # these use memory that the C library had free
+    others = [torch.empty(ROWS, CLASSES) for _ in range(8)]  # these use memory that the C library has already freed
     assert all(other.data_ptr() != address for other in others)
     assert gradient(1, rows).data_ptr() == address
 

@@ -1,4 +1,4 @@
-"""The kernel of MMCE against its definition in torch."""
+"""The kernel of MMCE compared with its definition in torch."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from row_loss_cases import near
 import focalkern as fk
 
 
-# Small batches and large, both forms, ties among the confidences, an ignored part, and every row right.
+# Small and large batches, both forms, ties among the confidences, ignored rows, and all rows correct.
 @pytest.mark.kernels
 @pytest.mark.parametrize("weighted", [False, True])
 def test_mmce_in_a_kernel_is_its_definition_in_torch(weighted):
@@ -23,7 +23,7 @@ def test_mmce_in_a_kernel_is_its_definition_in_torch(weighted):
                 loss = fk.MMCELoss(1.5, weighted=weighted, reduction=reduction)
                 found = loss(z, target)
                 (gradient,) = torch.autograd.grad(found, z)
-                # Class weights of 1 equal no weights; the loss is then built from torch's operations.
+                # Class weights of 1 equal no weights; with weights, torch operations compute the loss.
                 plain = fk.MMCELoss(
                     1.5, weighted=weighted, reduction=reduction, weight=torch.ones(classes, dtype=torch.float64)
                 )

@@ -1,9 +1,9 @@
-"""Arguments of any kind: a result, or one line that says who refuses what. No argument may cause a raw error, a crash
-or a hang.
+"""Arguments of any kind: a call returns a result or raises one line that names the function and the argument. No
+argument may cause a raw error, a crash or a hang.
 
-Every argument of every public function is given every value of ``odd_arguments.values()``, the other arguments being
-good; and two at once, drawn at random, the same examples each time. ``FOCALKERN_FUZZ=20000`` in the environment draws
-as many, and others each time.
+Every argument of every public function gets every value of ``odd_arguments.values()``, with the other arguments valid.
+Then random pairs of arguments get random values, the same in every run; with ``FOCALKERN_FUZZ=20000`` in the
+environment, 20000 new ones are drawn.
 """
 
 import inspect
@@ -32,7 +32,7 @@ NO_CALL = {
 }
 NO_CALL |= {"AdaFocalRecord", "BiasFloor", "Interval", "PairedBootstrap", "ReliabilityBins", "NotFittedError"}
 NO_CALL |= {"AcceptThreshold", "RiskCoverage"}
-# The base class, types for annotations, and modules that the calibrators make, of arrays that they have checked.
+# The base class, types for annotations, and modules that calibrators create from arrays that they have checked.
 NO_CALL |= {"Calibrator", "Binning", "Criterion", "Estimator", "InputKind", "Search", "Structure"}
 NO_CALL |= {
     "ClassAxis",
@@ -47,13 +47,13 @@ NO_CALL |= {
 }
 NO_CALL |= {"grid_border"}
 
-# With 6 rows each takes a tenth of a second: they get values that they must refuse, and few others.
+# With 6 rows each fit takes a tenth of a second: they get values that they must refuse, and few others.
 SLOW = {"AutoCalibrator", "AutoCalibrator.fit", "compare_calibrators", "Study.write_report"}
 
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
-    """All calls, in a process group of one process and in an empty folder."""
+    """All calls run in a process group of one process and in an empty folder."""
     before, threads = os.getcwd(), torch.get_num_threads()
     os.chdir(tmp_path_factory.mktemp("odd"))
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
-"""The calibration maps keep the order of the classes to the bit: equals stay equal, and no larger input has a smaller
-result, however close two inputs are."""
+"""The calibration maps keep the order of the classes exactly: equal inputs have equal results, and a larger input never
+has a smaller result, for inputs at any distance."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from neighbours import broken_pairs, consecutive, rows_of_neighbours
 import focalkern as fk
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# The ends of the domain, both sides of 1, where the power of 1 - q changes its direction, and cross-entropy.
+# The ends of the domain; both sides of 1, where the power of 1 - q changes direction; and cross-entropy.
 GAMMAS = [-0.9999, -0.5, 0.0, 0.3, 1.0, 2.0, 30.0]
-# A thread's columns, and vectors along the classes.
+# One thread's columns, and vectors along the classes.
 CLASSES = [4, 31, 100]
 
 
@@ -43,7 +43,7 @@ def test_parameters_of_each_row(device, dtype):
         assert broken_pairs(given, result.cpu()) == 0
 
 
-# Vote fractions of 100 trees: ties at the top in many rows.
+# Vote fractions of 100 trees: many rows have ties of the largest.
 @pytest.mark.parametrize("gamma", [-0.5, 1.0, 3.0])
 def test_vote_fractions(device, gamma):
     votes = torch.distributions.Multinomial(100, probs=torch.tensor([0.3, 0.3, 0.2, 0.2])).sample((2000,)) / 100
@@ -72,7 +72,7 @@ def test_inverse(device, dtype, gamma):
         assert broken_pairs(given, result) == 0
 
 
-# The gammas of the other tests, and gammas whose results reach denormal numbers.
+# The gammas of the other tests, and gammas whose results are denormal.
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("gamma", [*(g for g in GAMMAS if g >= 0), 300.0, 10000.0])
 def test_binary_inverse(device, dtype, gamma):

@@ -1,4 +1,4 @@
-"""Some draws of random_cases.py; run that file to test any number of them."""
+"""Runs some draws of random_cases.py; run that file for any number of them."""
 
 import random_cases
 

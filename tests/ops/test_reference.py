@@ -12,13 +12,13 @@ from conftest import TOLERANCE
 from focalkern import reference
 from focalkern.gamma import FLSD_53, GammaTable
 
-# Rows of logits. gap 0: no unique top class; 1: nothing is extreme; 12: the top class is past the switch to the
-# series for phi; 40: 1 - p is below the rounding of 1; 80: the largest gap that the contract names.
+# Rows of logits by the gap of the two largest. 0: no unique largest class; 1: nothing extreme; 12: past the switch to
+# the series for phi; 40: 1 - p is below the rounding of 1; 80: the largest gap of the contract.
 GAPS = [0.0, 1.0, 12.0, 40.0, 80.0]
-# 5: FLSD-53's largest; 2 the default; 0.25: (1 - p)^gamma has an infinite slope at p = 1; 0: cross-entropy;
-# -0.5, -2, -5: inverse focal, -5 where its coefficient turns negative.
+# 5: the largest of FLSD-53; 2: the default; 0.25: (1 - p)^gamma has an infinite derivative at p = 1; 0: cross-entropy;
+# -0.5, -2, -5: inverse focal, with a negative coefficient at -5.
 LOSS_GAMMAS = [5.0, 2.0, 0.25, 0.0, -0.5, -2.0, -5.0]
-# The map's domain is gamma > -1: -0.99 is its edge, -0.5 and 5 the ends of the paper's grid.
+# The map's domain is gamma > -1: -0.99 is near its edge, -0.5 and 5 are the ends of the paper's grid.
 MAP_GAMMAS = [5.0, 1.0, 0.25, 0.0, -0.5, -0.99]
 
 
@@ -27,7 +27,7 @@ def row(gap: float) -> list[float]:
 
 
 def check(actual: torch.Tensor, expected: list, what: str) -> None:
-    """Relative error in float64 however small the value: nothing counts as near 0 here, except beyond 1e-290."""
+    """Compares the relative error in float64 for every magnitude; only values below 1e-290 count as near 0."""
     rtol = TOLERANCE[torch.float64][0]
     for a, e in zip(actual.flatten().tolist(), expected, strict=True):
         assert abs(mpmath.mpf(a) - e) <= rtol * abs(e) + mpmath.mpf("1e-290"), (what, a, mpmath.nstr(e, 17))
@@ -35,7 +35,7 @@ def check(actual: torch.Tensor, expected: list, what: str) -> None:
 
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize("gamma", LOSS_GAMMAS)
-# Class 1 is the top one (p -> 1), class 0 is one of the others (p -> 0).
+# Class 1 is the largest (p -> 1), class 0 is one of the others (p -> 0).
 @pytest.mark.parametrize("target", [0, 1])
 def test_focal_loss_value_and_gradients_at_300_digits(gap, gamma, target):
     z = torch.tensor(row(gap), dtype=torch.float64, requires_grad=True)
@@ -55,7 +55,7 @@ def test_focal_loss_value_and_gradients_at_300_digits(gap, gamma, target):
         check(grad_gamma, [slope * oracle.factor(p, mpmath.mpf(gamma))], "d/dgamma")
 
 
-# Smoothing and soft targets visit every class of a row: a target with a zero, and one that does not sum to 1.
+# Smoothing and soft targets process every class of a row: a target with a zero, and one that does not sum to 1.
 @pytest.mark.parametrize("target", [[0.0, 1.0, 0.0], [0.7, 0.1, 0.3]])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("gamma", LOSS_GAMMAS)
@@ -131,13 +131,13 @@ def test_focal_loss_where_a_logit_is_infinite():
     z = torch.tensor([0.0, -math.inf, 1.0], dtype=torch.float64, requires_grad=True)
     for gamma in (2.0, 0.5, 0.0, -2.0):
         g = torch.tensor(gamma, dtype=torch.float64, requires_grad=True)
-        # The target itself: infinite loss, the gradient of cross-entropy because f(0) = 1, none for gamma.
+        # The target itself: infinite loss, the gradient of cross-entropy because f(0) = 1, and none for gamma.
         value = reference.focal_loss(z, torch.tensor(1), g)
         grad_z, grad_gamma = torch.autograd.grad(value, (z, g))
         assert value == math.inf
         torch.testing.assert_close(grad_z, z.detach().softmax(-1) - torch.tensor([0.0, 1.0, 0.0]))
         assert grad_gamma == 0
-        # As if the class were absent.
+        # As if the class did not exist.
         soft = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
         for target in (torch.tensor(0), soft):
             value = reference.focal_loss(z, target, g)
@@ -182,7 +182,7 @@ def test_focal_loss_without_valid_rows():
 
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize("gamma", MAP_GAMMAS)
-# 1 is the default, 0.37 pushes the gaps further apart, 2.5 is what over-confident networks need.
+# 1 is the default, 0.37 enlarges the gaps, 2.5 is typical for over-confident networks.
 @pytest.mark.parametrize("temperature", [1.0, 0.37, 2.5])
 def test_calibration_map_at_300_digits(gap, gamma, temperature):
     z = torch.tensor(row(gap), dtype=torch.float64, requires_grad=True)
@@ -203,14 +203,15 @@ def test_calibration_map_at_300_digits(gap, gamma, temperature):
             return mpmath.fdot(oracle.log_map(x[:3], x[3], x[4]), upstream.tolist())
 
         expected = oracle.gradient(of, [*row(gap), gamma, temperature])
-        # Entries are sums of terms of the size of the largest: compare with that, except where nothing cancels.
+        # Entries are sums of terms of the magnitude of the largest, so errors are relative to that, except where
+        # nothing cancels.
         scale = max(map(abs, expected))
         for actual, exact in zip(torch.cat([grads[0], grads[1][None], grads[2][None]]).tolist(), expected, strict=True):
             assert abs(actual - exact) <= TOLERANCE[torch.float64][0] * scale
 
 
 @pytest.mark.parametrize("gamma", MAP_GAMMAS)
-# Both signs, because the two phi trade places; 0 where the derivative of |s| would jump; 80 as above.
+# Both signs, because the two phi change roles; 0, where the derivative of |s| would jump; 80 as above.
 @pytest.mark.parametrize("s", [-80.0, -3.0, 0.0, 0.4, 12.0, 80.0])
 def test_binary_calibration_map_at_300_digits(gamma, s):
     x = torch.tensor(s, dtype=torch.float64, requires_grad=True)
@@ -290,8 +291,8 @@ def test_half_types_are_computed_in_float32_and_keep_their_dtype():
         assert torch.equal(mapped, reference.focal_calibration_map(z.float(), 1.0).to(dtype))
 
 
-# N = 10 samples and 3 bins: sizes differ; 4 and 15: more bins than samples; 1: one bin; 30: all edges are samples;
-# 50 and 99: some are, at ranks that rounding may miss.
+# N = 10 samples and 3 bins: sizes differ; 4 and 15: more bins than samples; 1: one bin; 30: all edges are samples; 50
+# and 99: some edges are samples, at ranks that rounding may miss.
 @pytest.mark.parametrize(("n", "n_bins"), [(10, 3), (4, 15), (7, 1), (30, 15), (50, 15), (99, 55)])
 def test_bins_are_those_of_numpy(n, n_bins):
     confidence = torch.rand(n, dtype=torch.float64)
@@ -322,11 +323,11 @@ def test_equal_width_edges_belong_to_the_bin_below():
 def test_calibration_error_by_hand():
     confidence = torch.tensor([0.55, 0.6, 0.9, 1.0], dtype=torch.float64)
     correct = torch.tensor([True, False, True, True])
-    # Two bins of width 0.5: all in the second; |0.75 - 0.7625|.
+    # Two bins of width 0.5: all samples in the second; |0.75 - 0.7625|.
     assert reference.calibration_error(confidence, correct, 2) == pytest.approx((0.0125, 0.0125))
     # Two halves: |0.5 - 0.575| and |1 - 0.95|.
     assert reference.calibration_error(confidence, correct, 2, "equal_mass") == pytest.approx((0.0625, 0.075))
-    # Edges 0.55, 0.9, 1.0; 0.55 is dropped but still counted in N: {0.6, 0.9} |0.5 - 0.75|, {1.0} 0.
+    # Edges 0.55, 0.9, 1.0; 0.55 is in no bin but counts in N: {0.6, 0.9} |0.5 - 0.75|, {1.0} 0.
     assert reference.calibration_error(confidence, correct, 2, "equal_mass_interp") == pytest.approx((0.125, 0.25))
     assert all(math.isnan(v) for v in reference.calibration_error(confidence[:0], correct[:0]))
 
@@ -342,7 +343,7 @@ def test_grid_cell_by_hand():
         for i, gamma in enumerate((0.0, 1.0)):
             log_p = [oracle.log_map(r, gamma, 0.5) for r in z.tolist()]
             p = [[mpmath.exp(v) for v in r] for r in log_p]
-            # Row 0 is right, row 1 wrong, row 2 a tie, decided for the first class, so wrong.
+            # Row 0 is correct, row 1 wrong; row 2 is a tie, which the first class wins, so it is wrong.
             gap = abs(mpmath.mpf(1) / 3 - sum(max(r) for r in p) / 3)
             expected = {
                 "ece": gap,

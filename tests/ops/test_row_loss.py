@@ -22,7 +22,7 @@ TABLE = fk.GammaTable([0.0, 0.1, 0.5, 1.0], [4.0, 0.0, 2.5])
 
 
 def check(name, z, target, **options):
-    """Value and gradient against the reference in float64, with a random upstream gradient."""
+    """Compares value and gradient with the float64 reference, for a random upstream gradient."""
     loss, defined = LOSSES[name]
     z = z.detach().requires_grad_()
     found = loss(z, target, reduction="none", **options)
@@ -34,16 +34,18 @@ def check(name, z, target, **options):
     target = target.double() if target.is_floating_point() else target.long()
     expected = defined(exact, target, reduction="none", **wide)
     (slope,) = torch.autograd.grad(expected, exact, upstream.to(found.dtype).double())
-    # Narrow logits are exact in float64, and the gradient of a sample is as large as its upstream.
+    # Half-precision logits are exact in float64, and the gradient of a sample has the magnitude of its upstream
+    # gradient.
     factor = 20 if z.dtype in (torch.float32, torch.float64) else 2
     near(found, expected, factor=factor)
     near(gradient, slope, factor=factor)
-    if COMPILED:  # plain torch lays a gradient out as its last operation does
+    if COMPILED:  # plain torch gives a gradient the layout of its last operation
         assert gradient.stride() == z.stride() or not z.is_contiguous()
     return found, gradient
 
 
-# Classes below and above a vector, a tile of few classes (32), a block of a long row (4096), and off their multiples.
+# Classes below and above a vector, a tile of few classes (32) and a block of a long row (4096), and off their
+# multiples.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("classes", [1, 2, 10, 31, 33, 100, 4099, 9001])
@@ -67,8 +69,8 @@ def as_channels_last(z):
     return as_pixels(z).to(memory_format=torch.channels_last)
 
 
-# Below and above words of four classes, or of eight in half precision; 32, from which labels are not compared with
-# every class; 64 and 128, up to which rows are computed as one run; 256, the largest size.
+# Below and above words of four classes, or of eight in half precision; 32, above which labels are not compared with
+# every class; 64 and 128, up to which rows are processed as one run; 256, the largest size.
 ROWS = [16, 38, 64, 82]
 CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 31, 32, 33, 40, 55, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257]
 
@@ -105,7 +107,7 @@ def test_targets_of_any_probability(name, dtype, classes):
 
 @pytest.mark.parametrize("classes", [5, 19, 100])
 def test_any_nan_stays_nan_in_half_precision(classes):
-    """Includes a NaN with all bits set, which rounding by an addition would turn into a number."""
+    """Includes a NaN with all bits set, which rounding by addition would turn into a number."""
     odd = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     target = torch.arange(40) % classes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -162,7 +164,7 @@ def test_forms_of_gamma_of_the_poly_focal_loss():
 
 @pytest.mark.parametrize("epsilon", [-1.0, -0.999, 0.0, 2.5])
 def test_poly_keeps_its_digits_where_its_terms_cancel(epsilon):
-    """As p -> 1 the loss is u^gamma (u^2 / 2 + ...) for epsilon = -1, far below either term."""
+    """As p -> 1 the loss for epsilon = -1 is u^gamma (u^2 / 2 + ...), far below either term."""
     z = [30.0, 0.0, -1.0]
 
     def exact(row):
@@ -259,11 +261,11 @@ def test_a_saved_class_beyond_the_row_is_none(name, classes):
 
     def with_class(marked: int) -> torch.Tensor:
         forged = saved.clone()
-        forged.view(torch.int32)[3 * 20 + 7] = marked + 1  # as the kernels count
+        forged.view(torch.int32)[3 * 20 + 7] = marked + 1  # as the kernels encode it
         return gradient(forged)
 
     others = torch.arange(20) != 7
-    for marked in (-classes, classes):  # class 0 of a neighbour
+    for marked in (-classes, classes):  # class 0 of the next row
         assert torch.equal(with_class(marked), with_class(-1))
         assert torch.equal(with_class(marked)[others], gradient(saved)[others])
 

@@ -58,7 +58,7 @@ def test_derivatives_in_gamma_of_the_poly_focal_loss():
 @pytest.mark.parametrize("gamma", [2.0, 0.0, -1.5])
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5], [1.0, 0.0, 0.5]])
 def test_slopes_at_a_class_that_cannot_occur(weights, gamma):
-    """That of its share is the loss that it would have, infinite, by its weight; without weight it is 0."""
+    """The derivative in its share is its infinite loss times its weight, and 0 for weight 0."""
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     expected = 0.0 if weights is not None and weights[1] == 0 else math.inf
     losses = [lambda z, t: fk.focal_loss(z, t, gamma, weight=weight)]
@@ -130,7 +130,7 @@ def test_gamma_of_the_poly_focal_loss_compiles_once(dynamo):
     compiled = torch.compile(lambda z, t, gamma: fk.poly_focal_loss(z, t, gamma, 1.5), fullgraph=True, backend=counter)
     for gamma in (1.0, 2.0, 3.0, 4.5):
         assert_close(compiled(z, target, gamma), fk.poly_focal_loss(z.double(), target, gamma, 1.5))
-    assert counter.frame_count <= 2  # the compiler takes the first number for a constant
+    assert counter.frame_count <= 2  # the compiler treats the first number as a constant
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")

@@ -1,4 +1,4 @@
-"""Row losses in float32 against their definitions in float64: a sum over many classes keeps its digits."""
+"""Row losses in float32 compared with their definitions in float64: sums over many classes keep their digits."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def pair_of(spec):
 
 
 def mmce(z, target, gamma, *, reduction):
-    """The sum over the rows, as a loss of one row."""
+    """The sum over rows, as a loss of one row."""
     return fk.MMCELoss(reduction="sum")(z, target).reshape(1)
 
 
@@ -40,7 +40,7 @@ def mmce_definition(z, target, gamma, *, reduction):
     return (F.nll_loss(log_p, labels, reduction="sum") + 2 * len(labels) * error).reshape(1)
 
 
-# Pair and gamma by name.
+# Loss pairs and gammas by name.
 LOSSES = {
     "cross-entropy": (FOCAL, 0.0),
     "gamma per row": (FOCAL, torch.tensor([0.0, 0.5, 3.0])),
@@ -49,7 +49,7 @@ LOSSES = {
     **{spec.short: ((mmce, mmce_definition) if spec.of_batch else pair_of(spec), 2.0) for spec in ROW_LOSSES.values()},
 }
 ONLY_LABELS = {spec.short for spec in ROW_LOSSES.values() if not spec.soft_target}
-# A row has one label of many, all classes alike, or a share for each.
+# The target of a row is one label of many, all classes alike, or a share per class.
 SHARES = ["labels", "smoothed", "smoothed away", "smoothed and weighted", "one of many", "probabilities", "all"]
 
 
@@ -70,7 +70,7 @@ def case(shares, z):
 
 
 def as_pixels(function):
-    """The same of rows that are columns of memory."""
+    """The same rows as columns of memory."""
 
     def of_pixels(z, target, gamma, **options):
         columns = z.t().contiguous()[None]
@@ -96,27 +96,27 @@ def gradients(function, dtype, z, target, gamma, options):
 def check(pair, z, target, gamma, options, is_brier=False):
     loss, found = gradients(pair[0], torch.float32, z, target, gamma, options)
     exact, expected = gradients(pair[1], torch.float64, z, target, gamma, options)
-    # The gradient is the difference of a share of p and one of the target, which keeps the digits of the larger one.
+    # The gradient is the difference of p and a target share; its error is relative to the larger one.
     p = z.double().softmax(1)
     smoothing, weight = options.get("label_smoothing", 0.0), options.get("weight", torch.ones(z.shape[1])).double()
     t = target.double() if target.is_floating_point() else F.one_hot(target, z.shape[1]).double()
     t = weight * ((1 - smoothing) * t + smoothing / z.shape[1])
     largest = torch.maximum(p * t.sum(1, keepdim=True), t).amax(1, keepdim=True)
-    # The loss of a class that is all but certain is a power of 1 - p, which has the digits of a difference of logits.
+    # The loss of a nearly certain class is a power of 1 - p, which has the digits of a difference of logits.
     scale = exact.abs().clamp(min=1e-4)
-    if is_brier:  # (p - t)^2 loses digits where p and t are alike
+    if is_brier:  # (p - t)^2 loses digits where p and t are close
         scale = scale + (scale * (p * p).sum(1)).sqrt()
     assert ((loss - exact).abs() / scale).max() < 1e-6
     for gradient, right in zip(found, expected, strict=True):
         size = right.abs().amax(1, keepdim=True) if right.dim() == 2 else right.abs().clamp(min=1e-4)
         size = torch.maximum(size, largest) if gradient is found[0] or is_brier else size
-        # log(1 - p), of which the slope in gamma is made, has the digits of p: its logarithm is known to one unit.
+        # log(1 - p), part of the derivative in gamma, has the digits of p, whose logarithm is known to one unit.
         limit = 1e-6 if right.dim() == 2 else max(1e-6, -p.log().min().item() * 2**-23)
         assert ((gradient - right).abs() / size).max() < limit
 
 
-# Below a vector and a tile of few classes; one block, one class more; vocabularies of language models. Logits that are
-# almost equal, and of a trained network.
+# Less than a vector and than a tile of few classes; one block, and one class more; vocabularies of language models.
+# Logits that are almost equal, and those of a trained network.
 @pytest.mark.parametrize("classes", [2, 3, 10, 33, 100, 4097, 128256, 256000])
 @pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize("name", LOSSES)
@@ -130,7 +130,7 @@ def test_digits_of_rows_of_any_length(name, shares, classes):
         check(pair, z, target, gamma, options, name == "brier")
 
 
-# From 87.3 on the probabilities of the other classes are denormal, from 88.03 on they are 0.
+# From 87.3 the probabilities of the other classes are denormal, from 88.03 they are 0.
 @pytest.mark.parametrize("gap", [80.0, 87.0, 87.4, 88.0, 88.02, 88.1, 104.0])
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0, -0.5])
 @pytest.mark.parametrize("label", [0, 1])
@@ -144,7 +144,7 @@ def test_slope_in_gamma_of_a_certain_class(label, gamma, gap):
         assert found.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-35)
 
 
-# One class above all others, which are equal: all rounding errors of a sum have one sign.
+# One class above all others, which are equal: all rounding errors of a sum have the same sign.
 @pytest.mark.parametrize("classes", [4097, 300000])
 @pytest.mark.parametrize("layout", ["rows", "pixels"])
 @pytest.mark.parametrize("shares", ["labels", "smoothed"])

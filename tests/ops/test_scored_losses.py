@@ -68,7 +68,7 @@ def test_slopes_in_gamma_and_target_at_300_digits(device, gamma, name, detached)
 
 @pytest.mark.parametrize(("name", "detached"), LOSSES)
 def test_slopes_of_saturated_logits(device, name, detached):
-    """Logits up to a tenth of the largest number. The loss is linear where sigmoid is 0 or 1."""
+    """Uses logits up to a tenth of the largest number. The loss is linear where sigmoid is 0 or 1."""
     for dtype in (torch.float32, torch.float64):
         sizes = torch.tensor([1e4, 1e30, torch.finfo(dtype).max / 10], dtype=dtype, device=device)
         for sign in (1.0, -1.0):

@@ -1,4 +1,4 @@
-"""The losses of independent logits against definitions at 300 digits, and their operators against themselves."""
+"""The losses of independent logits: labels and dense targets, layouts, dtypes, tiles and look-up tables."""
 
 import functools
 
@@ -14,13 +14,13 @@ from focalkern import reference
 
 # ---- targets, layouts, dtypes --------------------------------------------------------------------------------------
 def one_hot(labels, n_classes, ignore_index=-100):
-    """The dense target that labels stand for, and which of its elements count."""
+    """The dense target of labels, and a mask of its counted elements."""
     counts = (labels != ignore_index).unsqueeze(1)
     classes = torch.arange(n_classes, device=labels.device).view(1, -1, *[1] * (labels.dim() - 1))
     return (labels.unsqueeze(1) == classes).double(), counts.expand(-1, n_classes, *[-1] * (labels.dim() - 1))
 
 
-# Rows, pixels and voxels; fewer classes than a vector, and off its width.
+# Rows, pixels and voxels; fewer classes than a vector, and off the vector width.
 @pytest.mark.parametrize("shape", [(7, 80), (5, 3, 4, 6), (3, 19, 2), (2, 1, 5), (600, 3), (2, 3, 2, 2, 300)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 @pytest.mark.parametrize("name", NAMES)
@@ -112,7 +112,7 @@ def test_dense_targets_of_every_dtype(device, dtype, logits):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_hard_and_soft_tiles_agree(device, name, dtype):
-    """A tile with one soft target takes the general formula for all of it."""
+    """If one target of a tile is soft, the whole tile takes the general formula."""
     for gamma in (2.0, 0.7):
         x = leaf((torch.randn(1000, device=device) * 6).to(dtype))
         t = torch.randint(2, (1000,), device=device).float()
@@ -238,7 +238,7 @@ def test_the_same_bits_for_every_number_of_threads(device):
 @pytest.mark.parametrize("gamma", [2.0, 0.7])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bfloat16_results_that_are_looked_up_are_those_that_are_computed(name, gamma, threads):
-    """Large tensors of one thread look them up; parts of them do not, nor does a tile with a soft target."""
+    """On one thread, large tensors use a table of results, but parts of them and tiles with a soft target do not."""
     rows, classes, ignored = 32768 * threads, 33, 255  # above 2^20 elements per thread
     x = (torch.randn(rows, classes) * 8).bfloat16()
     x[0, :5] = torch.tensor([0.0, -0.0, 1000.0, -1000.0, float("nan")])
@@ -255,7 +255,7 @@ def test_bfloat16_results_that_are_looked_up_are_those_that_are_computed(name, g
             whole, parts = leaf(x), leaf(x)
             loss = function(whole, target, gamma)
             expected = torch.cat(
-                # As long as a tile: a soft target changes the rounding of its neighbours in the tile.
+                # Longer than a tile: a soft target changes the rounding of its neighbours in the tile.
                 [function(z, t, gamma) for z, t in zip(parts.split(512), target.split(512), strict=True)]
             )
             assert torch.equal(loss.nan_to_num(), expected.nan_to_num())
@@ -268,8 +268,8 @@ def test_bfloat16_results_that_are_looked_up_are_those_that_are_computed(name, g
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("gamma", [2.0, 3.0, 0.7])
-# Labels along the classes, with parameters that are numbers and such that each element has its own; every element may
-# be a one, and a tile may have more of them than a vector.
+# Labels along the classes, with parameters that are numbers or one per element. Every element may be a one, and a tile
+# may have more ones than a vector.
 @pytest.mark.parametrize("classes", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 80, 700, 1500])
 def test_labels_along_the_classes_are_their_dense_target(name, gamma, classes):
     rows = 5000 // classes

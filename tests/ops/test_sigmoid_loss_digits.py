@@ -15,7 +15,7 @@ SHARES = [0.0, 1.0, 0.3, 0.75, 2.0**-20, 1 - 2.0**-20]
 
 # ---- values --------------------------------------------------------------------------------------------------------
 def check_at_many_digits(function, definition, dtype, device):
-    """Value and slopes in the logit and in the gammas, for every score and share."""
+    """Compares value and derivatives in the logit and in the gammas, for every score and share."""
     pairs = [(x, t) for x in SCORES for t in SHARES]
     x, t = (torch.tensor(list(column), dtype=dtype, device=device) for column in zip(*pairs, strict=True))
     x = leaf(x)
@@ -31,7 +31,7 @@ def check_at_many_digits(function, definition, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-# Gammas: cross-entropy, a steep slope at u = 0, the common small powers, and one that is no whole number.
+# Gammas: cross-entropy, an infinite derivative at u = 0, the common small powers, and a gamma that is not whole.
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0, 2.0, 3.5])
 def test_sigmoid_focal_loss_at_300_digits(device, dtype, gamma):
     for alpha in (None, 0.25):
@@ -46,7 +46,7 @@ def test_sigmoid_focal_loss_at_300_digits(device, dtype, gamma):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gammas", [(4.0, 1.0), (0.0, 0.0), (0.3, 2.5)])
 def test_asymmetric_loss_at_300_digits(device, dtype, gammas):
-    for margin in (0.0, 0.0625, 0.4375):  # exact in float32, and at no score equal to p, where the slope jumps
+    for margin in (0.0, 0.0625, 0.4375):  # exact in float32; p never equals one, where the derivative jumps
         check_at_many_digits(
             lambda x, t, margin=margin: fk.asymmetric_loss(x, t, *gammas, margin),
             lambda x, t, margin=margin: oracle.asymmetric(x, t, *gammas, margin),
@@ -56,14 +56,14 @@ def test_asymmetric_loss_at_300_digits(device, dtype, gammas):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-# Halves and doubles of 1, its neighbours, numbers with one bit, zeros of both signs; negative numbers, which are no
-# shares.
+# Half and double of 1, its neighbours, numbers with one bit set, zeros of both signs; and negative numbers, which are
+# no shares.
 @pytest.mark.parametrize("share", [0.5, 2.0, 0.75, 1.5, "below", "above", 2.0**-14, -0.0, -1.0, -2.0, float("-inf")])
 def test_one_soft_target_among_hard_ones_is_seen(dtype, share):
     eps = torch.finfo(dtype).eps
     share = {"below": 1 - eps / 2, "above": 1 + eps}.get(share, share)
     x, t = torch.randn(1100).to(dtype), torch.randint(2, (1100,)).to(dtype)
-    for at in (0, 700, 1099):  # in whole tiles and in the last
+    for at in (0, 700, 1099):  # in whole tiles and in the last tile
         t_with = t.clone()
         t_with[at] = share
         for function in (getattr(fk, name) for name in NAMES):
@@ -128,10 +128,10 @@ def test_finite_at_every_logit(device, dtype, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("share", [0.0, 0.5])  # hard targets, and a soft one that makes all others soft, too
+@pytest.mark.parametrize("share", [0.0, 0.5])  # hard targets, and a soft one that makes its whole tile soft
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_slopes_at_enormous_logits(device, dtype, share, sign):
-    """A probability of 0 times any logit is 0, up to half of the largest number."""
+    """A probability of 0 times a logit is 0, for logits up to half of the largest number."""
     sizes = torch.tensor([1e4, 1e30, 1e36, 1e37, 1e38, 1.6e38], dtype=dtype, device=device)
     if dtype == torch.float64:
         sizes = sizes**8
@@ -155,7 +155,7 @@ def test_slopes_at_enormous_logits(device, dtype, share, sign):
 @pytest.mark.parametrize("gamma", [5.0, 100.0])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in SCORED])
 def test_derivatives_where_gamma_times_the_logit_overflows(device, dtype, size, gamma, name):
-    """There p is 0 or 1, so that with A the share of the other side the loss is A^gamma A |x|, asymmetric A |x|."""
+    """p is 0 or 1. If A is the share of the other side, the loss is A^gamma A |x|, and the asymmetric loss A |x|."""
     share = torch.tensor([0.3, 0.75, 0.999, 0.999], dtype=dtype, device=device)
     x = leaf(torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=dtype, device=device) * size * torch.finfo(dtype).max)
     against = torch.where(x > 0, 1 - share, share).detach().double()
@@ -166,7 +166,7 @@ def test_derivatives_where_gamma_times_the_logit_overflows(device, dtype, size, 
         loss = getattr(fk, name)(x, t, number, **options)
         assert_close(loss / x.abs(), power * against)
         inputs = [x, number, *([t] if differentiable else [])]
-        for again in (False, True):  # by the kernel, and by the definition that is differentiated again
+        for again in (False, True):  # by the kernel, and by the definition, which is differentiated twice
             slopes = torch.autograd.grad(loss.sum(), inputs, retain_graph=True, create_graph=again)
             assert_close(slopes[0], x.detach().sign().double() * power * against)
             assert not any(slope.isnan().any() for slope in slopes)
@@ -177,7 +177,7 @@ def test_derivatives_where_gamma_times_the_logit_overflows(device, dtype, size, 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 0x7FC00000), (torch.float64, 0x7FF8000000000000)])
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 2.0, 7.0])
 def test_every_nan_stays_nan(dtype, bits, gamma):
-    """Includes NaNs with a payload, which the exponential for hard targets could treat as numbers."""
+    """Includes NaNs with a payload, which the exponential of hard targets could treat as numbers."""
     integer = torch.int32 if dtype == torch.float32 else torch.int64
     nans = torch.tensor([bits + k for k in (0, 1, 2, 3, 255, 12345)] + [-1], dtype=integer).view(dtype)
     for share in (0.0, 1.0, 0.5):
@@ -188,7 +188,7 @@ def test_every_nan_stays_nan(dtype, bits, gamma):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-# Around the blocks (64) and tiles (512) of the CPU's loops.
+# Sizes around the blocks (64) and tiles (512) of the CPU loops.
 @pytest.mark.parametrize("size", [63, 64, 65, 511, 512, 513, 577, 1024, 1087])
 def test_every_element_of_a_tile_counts(size, reduction):
     x, target = torch.randn(size) * 5, (torch.rand(size) < 0.3).float()

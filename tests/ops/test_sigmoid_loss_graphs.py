@@ -13,7 +13,7 @@ from focalkern import reference
 
 
 # ---- derivatives and transforms ------------------------------------------------------------------------------------
-# The IoU-aware loss is not here, because its soft target is detached: see test_scored_losses.py.
+# test_scored_losses.py has the IoU-aware loss, because its soft target is detached.
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ia_bce_loss"])
 @pytest.mark.parametrize("gamma", [0.0, 0.7, 2.0])
 def test_first_and_second_derivatives(device, name, gamma):
@@ -56,7 +56,7 @@ def test_the_gradient_that_is_differentiated_again_is_that_of_the_kernel(device,
         assert_close(composite, kernel)
 
 
-# torch's own decompositions still use torch.jit.script, whose deprecation is torch's matter.
+# torch's own decompositions still use torch.jit.script, which is deprecated.
 @pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
 @pytest.mark.parametrize("name", NAMES)
 def test_function_transforms(device, name):
@@ -98,7 +98,7 @@ def test_compiles_as_one_graph_without_recompilation_when_gamma_and_alpha_change
         return module(x * 2, t)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    # torch takes every number for a constant until it sees a second value: that one change costs a compilation.
+    # torch treats every number as a constant until it sees a second value; that first change costs one compilation.
     for gamma, alpha in ((3.0, 0.1), (2.5, 0.3)):
         module.gamma, module.alpha = gamma, alpha
         compiled(x, t, gamma, alpha)

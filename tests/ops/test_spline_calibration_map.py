@@ -1,4 +1,4 @@
-"""fk.spline_calibration_map against the reference in float64 and the definition at 300 digits."""
+"""fk.spline_calibration_map compared with the float64 reference and the definition at 300 digits."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def check(z: torch.Tensor, kind: str = "scalar", **options) -> None:
-    """Value and every gradient, for a random upstream gradient, against the reference in float64.
+    """Compares value and every gradient, for a random upstream gradient, with the float64 reference.
 
     The reference computes on the CPU.
     """
@@ -52,7 +52,7 @@ def exact_log_map(z, temperature, floor, slope, knots, values, weight, bias):
     u = [mpmath.log(v / (1 - v)) for v in p]
     h = [b - a for a, b in itertools.pairwise(knots)]
     m = len(knots)
-    # Second derivatives at the knots: 0 at both ends, the rest from the continuity of the first.
+    # Second derivatives at the knots: 0 at both ends; the rest follow from the continuity of the first derivative.
     system, right = mpmath.zeros(m, m), mpmath.zeros(m, 1)
     system[0, 0] = system[m - 1, m - 1] = 1
     for i in range(1, m - 1):
@@ -78,10 +78,10 @@ def exact_log_map(z, temperature, floor, slope, knots, values, weight, bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-# 0: a tie of all; 0.75 and 1.25 on both sides of the P above which 1 - P comes from the others; 18 and 40 where 1 - q
-# leaves the digits of float32 and float64; 900 where exp underflows.
+# 0: all classes tie; 0.75 and 1.25: both sides of the P above which 1 - P comes from the other classes; 18 and 40: 1 -
+# q falls below the digits of float32 and float64; 900: exp underflows.
 @pytest.mark.parametrize("gap", [0.0, 0.75, 1.25, 7.5, 18.0, 40.0, 900.0])
-# 0.5: a floor beyond all else; 1e-200: u up to 460.
+# 0.5: a floor above all else; 1e-200: u up to 460.
 @pytest.mark.parametrize("floor", [0.5, 1e-5, 1e-200])
 def test_value_and_gradients_at_300_digits(dtype, gap, floor):
     rtol, atol = TOLERANCE[dtype]
@@ -142,7 +142,7 @@ def test_classes_permuted_and_logits_shifted():
 
 @pytest.mark.parametrize("knots", [2, 3, 15, 16, 255])
 def test_spline_is_natural(knots):
-    # 15 knots are the most that fit the tables of the vector code; 2 make a straight line.
+    # 15 knots are the most that the tables of the vector code hold; 2 make a straight line.
     t = torch.linspace(-5, 4, knots, dtype=torch.float64)
     f = torch.randn(knots, dtype=torch.float64)
     c, origin = spline_coefficients(t, f), torch.cat([t[:1], t])
@@ -165,8 +165,8 @@ def test_spline_is_natural(knots):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-# 2: the smallest; 3, 10: under one vector; 32, 33: the layouts of a tile; 100; 300: off the vector width; 2100: one row
-# is a tile.
+# 2: the smallest; 3, 10: less than one vector; 32, 33: the layouts of a tile; 100; 300: off the vector width; 2100: one
+# row is a tile.
 @pytest.mark.parametrize("n_classes", [2, 3, 10, 32, 33, 100, 300, 2100])
 def test_class_counts_and_dtypes(device, dtype, n_classes):
     z = (torch.randn(5, n_classes) * 3).to(device, dtype)
@@ -204,7 +204,7 @@ def test_classes_that_cannot_occur(dtype, kind):
     assert grad.isfinite().all()
     log_p = fk.spline_calibration_map(z, *MAP, **of_classes, keep_zeros=True, log=True)
     assert torch.equal(log_p == -math.inf, z == -math.inf)
-    # Without the option they count as e / C.
+    # Without keep_zeros they have the probability e / C.
     counted = fk.spline_calibration_map(z, *MAP, **of_classes, log=True)
     assert counted.isfinite().all()
     low = fk.spline_calibration_map(z.double().clamp(min=-1e4), *MAP, **of_classes, log=True)

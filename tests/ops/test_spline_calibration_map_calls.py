@@ -176,5 +176,5 @@ def test_fallback_is_that_of_the_kernels(log, keep_zeros, is_probs, kind):
             upstream = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).reshape(output.shape)
             found.append((output, *torch.autograd.grad(output, leaves, upstream)))
         for ours, theirs in zip(*found, strict=True):
-            # Slopes in a probability of 1e-300 are as large as 1e300, and a difference.
+            # Derivatives in a probability of 1e-300 are as large as 1e300, and differences of such numbers.
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)

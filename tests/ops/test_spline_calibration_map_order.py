@@ -12,7 +12,7 @@ import focalkern as fk
 
 
 def rows_with_neighbours(n_classes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of all scales, each with a tie and with neighbours one unit in the last place apart."""
+    """Rows of all scales, each with a tie and with classes one unit in the last place apart."""
     z = torch.randn(10_000, n_classes, dtype=torch.float64) * torch.logspace(-4, 2, 10_000).unsqueeze(1)
     z = z.to(dtype)
     first, tied, near = torch.rand(10_000, n_classes).argsort(1)[:, :3].unbind(1)
@@ -28,7 +28,7 @@ def rows_with_neighbours(n_classes: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_in_order(z: torch.Tensor, p: torch.Tensor) -> None:
-    """Larger inputs have no smaller results, and equal ones equal results to the bit."""
+    """Checks that larger inputs have no smaller results, and equal inputs bitwise equal results."""
     order = z.argsort(1)
     sorted_z, sorted_p = z.gather(1, order), p.gather(1, order)
     assert (sorted_p[:, 1:] >= sorted_p[:, :-1]).all()
@@ -36,12 +36,12 @@ def assert_in_order(z: torch.Tensor, p: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-# 40: a row is in vectors, whose small P have log(1 - P) by a polynomial; 120: off the vector width.
+# 40: rows are in vectors, and log(1 - P) of small P is a polynomial; 120: off the vector width.
 @pytest.mark.parametrize("n_classes", [3, 10, 40, 120])
 @pytest.mark.parametrize("log", [False, True])
 def test_keep_order_keeps_it_to_the_bit(dtype, n_classes, log):
     z = rows_with_neighbours(n_classes, dtype)
-    # Scores of 0.1 and 0.001 log q; 0.001 is the least slope that a fit leaves an ordered curve.
+    # Scores of 0.1 and 0.001 log q; 0.001 is the smallest slope that a fit allows an ordered curve.
     few, many = torch.linspace(-8, 4, 15, dtype=torch.float64), torch.linspace(-20, 20, 161, dtype=torch.float64)
     softplus = torch.nn.functional.softplus
     for knots, values in ((KNOTS, VALUES), (few, 0.9 * softplus(-few)), (many, 0.999 * softplus(-many))):
@@ -68,7 +68,7 @@ def test_keep_order_where_rounding_is_large(n_classes, case):
 
 
 def rows_of_many_classes(case: str) -> torch.Tensor:
-    """Rows whose inputs an even division of their range puts in order, or all into one bucket."""
+    """Rows that buckets of equal width sort completely, or not at all (all in one bucket)."""
     z = torch.randn(6, 450, dtype=torch.float64).mul_(3)
     z[:, 100:200] = z[:, :100]  # ties
     z[:, 200:300] = torch.nextafter(z[:, :100], torch.full((6, 100), math.inf, dtype=torch.float64))
@@ -86,10 +86,10 @@ def rows_of_many_classes(case: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 @pytest.mark.parametrize("case", ["even", "an outlier", "the whole range", "denormal differences", "all equal"])
-# 15 fill the tables of the vector code, which needs no sort; with 40 so many classes are sorted.
+# 15 knots fill the tables of the vector code, which needs no sort; with 40 knots rows of so many classes are sorted.
 @pytest.mark.parametrize("n_knots", [15, 40])
 def test_keep_order_of_many_double_classes(case, kind, n_knots):
-    """Scores of 0.1 log q: neighbours round anyhow."""
+    """Scores of 0.1 log q: rounding may exchange neighbours."""
     z = rows_of_many_classes(case)
     if kind == "probs":
         z = z.softmax(-1)
@@ -100,5 +100,5 @@ def test_keep_order_of_many_double_classes(case, kind, n_knots):
     assert_in_order(z, p)
     free = fk.spline_calibration_map(z, 1.0, 1e-4, 0.0, *curve, **options)
     torch.testing.assert_close(p, free, rtol=1e-12, atol=1e-12)
-    if case == "even":  # without the sort neighbours do change places
+    if case == "even":  # without the sort, neighbours do change places
         assert not (free.gather(1, z.argsort(1)).diff(dim=1) >= 0).all()

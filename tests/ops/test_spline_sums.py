@@ -37,8 +37,8 @@ def on_the_cpu(found):
     return found.cpu() if isinstance(found, torch.Tensor) else found
 
 
-# 2: the smallest; 3, 10: under one vector; 32, 33: the layouts of a tile; 100, 300: off the vector width; 2100: a row
-# is a tile.
+# 2: the smallest; 3, 10: less than one vector; 32, 33: the layouts of a tile; 100, 300: off the vector width; 2100: one
+# row is a tile.
 N_CLASSES = [2, 3, 10, 32, 33, 100, 300, 2100]
 
 
@@ -104,7 +104,7 @@ def test_sums_are_those_of_the_fallback(device, n_classes, dtype):
         close(one, other)
 
 
-@pytest.mark.parametrize("m", [2, 4, 9, 15])  # 15 fill the tables of the vector code
+@pytest.mark.parametrize("m", [2, 4, 9, 15])  # 15 knots fill the tables of the vector code
 def test_numbers_of_knots(device, m):
     rows = problem(90, 40)
     for one, other in zip(*(sums(module, *rows, m=m) for module in (OnDevice(device), fallback)), strict=True):

@@ -1,4 +1,4 @@
-"""The stable module against the compiled one: the same kernels, so the same bits."""
+"""The stable module has the kernels of the compiled module, so results are bitwise equal."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def labels_and_logits(shape, dtype):
 
 
 def computations(shape, dtype, reduction):
-    """Functions of tensors that are differentiated, and those tensors."""
+    """Functions, and the tensors in which they are differentiated."""
     class_dim, z, y = labels_and_logits(shape, dtype)
     options = {"reduction": reduction}
     probabilities = torch.rand(shape).softmax(class_dim).to(dtype)
@@ -40,7 +40,7 @@ def computations(shape, dtype, reduction):
     yield lambda z, t: fk.focal_loss(z, t, 1.0, **options), z, probabilities
     yield lambda z: fk.focal_loss(z, y, fk.GammaTable([0.0, 0.5, 1.0], [2.0, 0.5]), **options), z
     for spec in ROW_LOSSES.values():
-        if not spec.of_batch:  # which plain torch puts together in the stable module
+        if not spec.of_batch:  # in the stable module, plain torch combines its parts
             loss = getattr(fk, spec.module)(**spec.example, **options)
             yield lambda z, loss=loss: loss(z, y), z
     yield lambda z: fk.sigmoid_focal_loss(z, y, **options), z
@@ -80,7 +80,7 @@ def values_and_gradients():
 
 
 def test_the_stable_module_has_every_function_of_plain_torch():
-    """Or an operator that asks the backend for one would fail where the stable module runs."""
+    """Without one of them, an operator that gets it from the backend would fail with the stable module."""
     of_plain_torch = {"register_composites", "compile_on", "compiles_on"}  # no operators: the choice of the backend
     missing = set(fallback.__all__) - set(stable.__all__)
     assert missing == of_plain_torch, missing

@@ -1,5 +1,4 @@
-"""A rank of a split vocabulary that is stopped (SIGSTOP): the others wait for it, or say after the group's timeout that
-they have waited."""
+"""A rank of a split vocabulary is stopped (SIGSTOP): the others wait, or raise an error after the timeout."""
 
 import os
 import signal
@@ -37,7 +36,7 @@ def rank_of(rank, folder, seconds):
         torch.save((loss.detach(), half.grad), f"{folder}/{rank}.pt")
     except RuntimeError as error:
         torch.save(str(error), f"{folder}/{rank}.pt")
-    os._exit(0)  # a group in pieces is not taken down
+    os._exit(0)  # a broken group is not destroyed
 
 
 def start(folder, seconds):

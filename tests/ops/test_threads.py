@@ -1,4 +1,4 @@
-"""Eight Python threads over all operators give the bits of one; and steps leave nothing behind."""
+"""Eight Python threads over all operators give bitwise the results of one; steps leave no tensor allocated."""
 
 import gc
 import threading
@@ -55,7 +55,7 @@ OPERATORS = {
 
 
 def shared(calibrator):
-    """Every thread asks the same fitted calibrator, in each of the ways that it has."""
+    """Every thread calls all prediction methods of the same fitted calibrator."""
     calibrator.fit_quietly(*batch(99))
 
     def run(seed):
@@ -94,7 +94,7 @@ def check_threads(operators):
     def work(number):
         try:
             ready.wait()
-            # Each begins elsewhere, so that different operators run at a time.
+            # Each thread begins at another operator, so that different operators run at the same time.
             names = [*operators][number:] + [*operators][:number]
             for seed in range(ROUNDS):
                 for name in names:

@@ -1,4 +1,4 @@
-"""Losses over a split vocabulary with classes that cannot occur: 2,400 random rows over 1 to 4 ranks."""
+"""Losses over a split vocabulary with impossible classes: 2,400 random rows over 1 to 4 ranks."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def problem(call):
             target[row] = -100
     target[number(0, N)] = -100
     bias = torch.where(mask[0], -torch.inf, torch.zeros(sum(sizes))).to(dtype)
-    # For equal logits the loss does not depend on their size.
+    # For equal logits the loss does not depend on their value.
     scale = (1.0, 1.0, 50.0, 0.0)[number(0, 4)]
     shift = (0.0, 0.0, 1e20, -1e20)[number(0, 4)] if scale == 0 else 0.0
     logits = (scale * (x @ w.T) + shift).masked_fill(mask, -torch.inf).to(dtype)

@@ -3,8 +3,8 @@
 import torch
 from conftest import assert_close
 
-# gamma is not only 0 or 2, because these hide half of the mistakes in gamma or alpha; alpha is not 1/2 for the same
-# reason.
+# gamma is not only 0 or 2, because these hide half of the mistakes in gamma or alpha; for the same reason alpha is not
+# 1/2.
 GAMMAS = [0.0, 0.7, 2.0, 3.5]
 C = 4
 
@@ -14,7 +14,7 @@ def leaf(tensor):
 
 
 def assert_equal(theirs, ours, z, dtype=None):
-    """The same loss, and the same gradient for the same random upstream one."""
+    """Compares two losses, and their gradients for the same random upstream gradient."""
     z_theirs, z_ours = leaf(z), leaf(z)
     expected, loss = theirs(z_theirs), ours(z_ours)
     assert loss.shape == expected.shape

@@ -1,5 +1,4 @@
-"""tools/aarch64.py: its errors and its stand-in libraries. `make aarch64-check` does the whole run, which takes
-minutes."""
+"""tools/aarch64.py: its errors and its stand-in libraries. `make aarch64-check` runs all of it, in minutes."""
 
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ def test_the_packages_that_are_missing_are_named(monkeypatch):
 
 
 def test_stand_ins_have_what_a_library_lacks(tmp_path, monkeypatch):
-    """A library that needs two versioned functions of another one, built with this machine's compiler."""
+    """Builds, with this machine's compiler, a library that needs two versioned functions of another one."""
     system, site, stubs = (tmp_path / name for name in ("system", "site", "stubs"))
     libraries = site / "torch/lib"
     libraries.mkdir(parents=True)

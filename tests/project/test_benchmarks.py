@@ -1,4 +1,4 @@
-"""The benchmark harness: cases that it refuses to time, and its output. No clock is tested."""
+"""The benchmark harness: cases that it does not time, and its output. These tests depend on no clock."""
 
 import csv
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_rows_are_appended(tmp_path):
 
 def test_peak_memory_sees_an_allocation():
     peak = harness.peak_extra_mib(lambda: torch.ones(16 * 2**20 // 4))
-    assert peak != peak or peak >= 15  # NaN where the system does not tell
+    assert peak != peak or peak >= 15  # NaN if the system does not report it
 
 
 def test_recorded_medians_are_over_runs_of_the_last_commit(tmp_path):
@@ -94,7 +94,7 @@ def test_what_takes_long_is_called_once():
 
 
 def test_page_faults_are_counted():
-    # Larger than any block of glibc's heap: fresh pages at each call.
+    # Larger than any block of glibc's heap, so each call gets fresh pages.
     pages = 2**26 // 4096
     assert harness.page_faults(lambda: torch.ones(2**26 // 4)) >= min(pages, 32)  # 32 huge pages at least
 
@@ -182,7 +182,7 @@ def test_the_page_of_the_calibrators_is_that_of_the_rows():
     path = sorted((ROOT / "benchmarks/results").glob("calibrator_table_*.csv"))[-1]
     assert path.with_suffix(".md").read_text() == pages.page(path)
     rows = pages.read(path)
-    for n in pages.FEW:  # the purpose of the automatic choice: from 100 rows on it is better on average
+    for n in pages.FEW:  # the goal of the automatic choice: with 100 rows and more it is better on average
         differences = [
             row["vs_auto"] for row in rows if row["calibrator"] == "temperature, robust" and row["n_fit"] == n
         ]
@@ -199,7 +199,7 @@ def test_the_study_of_shift_compares_on_every_source(monkeypatch, tmp_path):
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(3, (200,), generator=generator)
     probs = (torch.nn.functional.one_hot(target, 3) + torch.rand(200, 3, generator=generator).double()).softmax(-1)
-    probs[:10] = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)  # with zeros on the label
+    probs[:10] = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)  # some labels have probability 0
     same, other = (probs[:100], target[:100]), (probs[100:], target[100:])
     rows = shift.measure(shift.Model("a model", same, {shift.SAME: same, "elsewhere": other}))
     assert [(row["calibrator"], row["source"], row["n_fit"]) for row in rows[:4]] == [
@@ -208,7 +208,7 @@ def test_the_study_of_shift_compares_on_every_source(monkeypatch, tmp_path):
         ("temperature", shift.SAME, 100),
         ("temperature", "elsewhere", 100),
     ]
-    # Few rows: two draws on the same source alone.
+    # Few rows: two draws on the same source only.
     assert [row["source"] for row in rows if row["n_fit"] == 40] == [shift.SAME] * 4
     assert all(row["nll"] < 20 for row in rows)
     of_temperature = [row for row in rows if row["calibrator"] == "temperature"]

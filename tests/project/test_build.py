@@ -1,6 +1,6 @@
-"""setup.py: the one clear line where a build cannot be had, and where it looks for the CUDA toolkit.
+"""setup.py: its one-line errors if a build is impossible, and its search for the CUDA toolkit.
 
-A stand-in for torch plays the CPU-only and the CUDA build, so that each case runs on every machine.
+A stand-in for torch simulates the CPU-only and the CUDA build, so that each case runs on every machine.
 """
 
 import os
@@ -20,7 +20,7 @@ from tools.long_description import long_description, version_of  # noqa: E402
 
 @pytest.fixture
 def fake_torch(tmp_path):
-    """Writes a torch whose extension builder only says with which toolkit it would build."""
+    """Writes a torch whose extension builder only prints the toolkit that it would use."""
 
     def write(cuda, hip=None):
         utils = tmp_path / "packages" / "torch" / "utils"
@@ -36,7 +36,7 @@ def fake_torch(tmp_path):
 
 @pytest.fixture
 def fake_nvcc(tmp_path):
-    """Writes a toolkit whose nvcc answers as the real one does; returns its folder."""
+    """Writes a toolkit whose nvcc prints what the real one prints; returns its folder."""
 
     def write(release):
         toolkit = tmp_path / "toolkit"
@@ -54,9 +54,9 @@ def fake_nvcc(tmp_path):
 
 
 def setup_py(tmp_path, *arguments, **environment):
-    """Runs setup.py where neither nvcc nor CUDA can be found, unless the environment says so."""
+    """Runs setup.py where neither nvcc nor CUDA can be found, except through `environment`."""
     kept = {name: value for name, value in os.environ.items() if "CUDA" not in name}
-    # /usr/bin and /bin have the shell that a wrapper script needs.
+    # /usr/bin and /bin have the shell of a wrapper script.
     kept |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path / "packages"), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [sys.executable, "setup.py", *(arguments or ["--name"])],
@@ -109,7 +109,7 @@ def test_auto_builds_without_cuda_and_says_why(tmp_path, fake_torch, fake_nvcc, 
     fake_torch(cuda=cuda)
     done = setup_py(tmp_path, CUDA_HOME=str(fake_nvcc(release)) if release else "")
     assert done.stdout == f"focalkern: building without CUDA kernels: {reason}\n"
-    assert done.stderr.split()[0] in ("None", "") or release  # no toolkit is handed to torch
+    assert done.stderr.split()[0] in ("None", "") or release  # torch gets no toolkit
 
 
 def test_a_rocm_build_is_called_one(tmp_path, fake_torch, fake_nvcc):

@@ -1,4 +1,4 @@
-"""CONTRIBUTING names every file that a new loss of rows needs: held against those that name one loss, DFT."""
+"""CONTRIBUTING lists every file that a new loss of rows changes: the list is compared with the files that name DFT."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_the_files_of_a_loss_are_those_of_the_list():
     if not (ROOT / "CONTRIBUTING.md").is_file() or not (ROOT / "csrc").is_dir():
         pytest.skip("CONTRIBUTING is in the source tree only")
     alternatives = {"focalkern/ops/softmax_losses.py", "focalkern/losses/_baselines.py"}  # one of these changes
-    # Tests of what DFT alone has, the page on other libraries that have it too, and this test.
+    # Tests of features that only DFT has, the page on other libraries that have it, too, and this test.
     of_its_own = {"tests/losses/test_dft.py", "docs/howto/migrate.md", "CONTRIBUTING.md"}
     of_its_own.add("tests/project/test_contributing.py")
     assert alternatives <= listed()

@@ -35,13 +35,13 @@ NEEDS = {
     "focalkern.files.from_frame": "pandas",
     "focalkern.plots": "matplotlib",
 }
-# Rooms whose files use each other's names: what the reference has of them.
+# Packages whose files use each other's names; the reference documents these.
 OF_THE_ROOM = {
     "focalkern": dir(fk),
     "focalkern.study": ["CalibratorResult", "Evaluation", "Sweep", "apply_calibrator", "evaluate_rows", "stream_sets"],
 }
 
-# Hooks of torch, scikit-learn and transformers, which document them.
+# Hooks of torch, scikit-learn and transformers, which those libraries document.
 HOOKS = {
     "on_evaluate",
     "on_init_end",
@@ -83,7 +83,7 @@ def members(kind):
 
 
 def public():
-    """(qualified name, object, kind) of all that is public, each once."""
+    """(qualified name, object, kind) of every public object, each once."""
     seen = set()
     for module_name, requirement in MODULES.items():
         if not present(requirement):
@@ -150,7 +150,7 @@ def arguments(found):
 
 
 def has_fields(found):
-    return dataclasses.is_dataclass(found) or hasattr(found, "_fields")  # of a named tuple
+    return dataclasses.is_dataclass(found) or hasattr(found, "_fields")  # fields of a named tuple
 
 
 @of_kind("function", "class", "property", "module")
@@ -190,7 +190,7 @@ def example_of(found):
 
 @of_kind("function", "class", "property")
 def test_there_is_an_example(path, found):
-    """Its own, or for a method that of its class."""
+    """An example of its own or, for a method, that of its class."""
     lines = [line.strip() for line in example_of(found).splitlines()]
     code = [line for line in lines if line.startswith((">>> ", "... "))]
     if code:
@@ -199,7 +199,7 @@ def test_there_is_an_example(path, found):
         return
     owner = next((other for name, other, kind in PUBLIC if kind == "class" and name == path.rpartition(".")[0]), None)
     assert owner is not None, "no example"
-    # A module is called, and its forward is not.
+    # The docstring of a module is that of the class, not of forward.
     use = r"\(" if path.endswith(".forward") else rf"\.{path.rpartition('.')[2]}\b"
     assert re.search(use, example_of(owner)), "no example, also not in that of the class"
 
@@ -218,6 +218,6 @@ def test_example(path, found, tmp_path, monkeypatch):
 
 
 def test_help_begins_with_a_map():
-    """Every public name is in the docstring of the package."""
+    """The docstring of the package has every public name."""
     named = set(re.findall(r"\w+", fk.__doc__))
     assert set(dir(fk)) - {"__version__"} <= named

@@ -1,4 +1,4 @@
-"""The scripts in examples/, run as their users run them, on less data where they take long."""
+"""The scripts in examples/, run as users run them, on less data if they take long."""
 
 import re
 import runpy
@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def numbers(name, text):
-    """The numbers that stand behind a name."""
+    """The numbers that follow a name."""
     return [float(number) for number in re.findall(rf"{name} +(-?[\d.]+)", text)]
 
 
@@ -118,7 +118,7 @@ def test_log_training(run):
     assert all(value < 0 for value in numbers("log_p", said))
 
 
-# A warning of FSDP2 about outputs that are written in place; the example writes to none.
+# FSDP2 warns about outputs that are written in place; the example writes to none.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
 @pytest.mark.parametrize("way", ["dtensor", "group"])

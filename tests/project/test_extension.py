@@ -1,4 +1,4 @@
-"""The compiled module: its information about itself, and behaviour and messages if it does not fit."""
+"""The compiled module: build_info, and behaviour and messages if the module does not fit."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the package, compiled module included and stable module left out, that a test may damage."""
+    """A copy of the package with the compiled module and without the stable module, which a test may damage."""
     shutil.copytree(PACKAGE, tmp_path / "focalkern", ignore=shutil.ignore_patterns("__pycache__", "_C_stable*"))
     return tmp_path / "focalkern"
 
@@ -33,7 +33,7 @@ def copy_with_stable(copy):
 
 
 def run(code, *folders, kernels="auto"):
-    """Runs code in a new process, where the folders come first on the path."""
+    """Runs code in a new process with the folders first on the path."""
     path = os.pathsep.join(map(str, folders))
     # -P: the current folder must not hide the copy.
     return subprocess.run(
@@ -176,7 +176,7 @@ def test_a_setting_that_is_none(copy):
 
 
 def test_required_kernels_and_a_device_without_them(copy):
-    """Stands in for a device like MPS: the module is patched to report that it does not support the device's type."""
+    """Simulates a device like MPS: the patched module reports that it does not support the device's type."""
     code = (
         "import torch, focalkern\n"
         "from focalkern.ops import _backend\n"
@@ -193,7 +193,7 @@ def test_required_kernels_and_a_device_without_them(copy):
 
 
 def test_a_rocm_build_of_torch_is_told_what_runs(copy):
-    """Its GPUs are called cuda, and no build of this package has kernels for them."""
+    """Its GPUs have the device type cuda, but no build of this package has kernels for them."""
     code = (
         "import torch\n"
         "torch.version.cuda, torch.version.hip = None, '6.2.41134'\n"
@@ -289,7 +289,7 @@ def test_second_copy_in_one_process(copy):
 
 
 def test_second_copy_under_another_name(copy):
-    """As if another project shipped its own copy of the compiled module: torch registers each operator library once."""
+    """Another project may ship its own copy of the compiled module, but torch registers each operator library once."""
     done = run(
         "import importlib.util, torch\n"
         f"spec = importlib.util.spec_from_file_location('vendored._C', {str(compiled_module(copy))!r})\n"
@@ -333,7 +333,7 @@ def test_another_python_has_kernels(copy_with_stable):
 
 
 def test_the_stable_module_can_be_asked_for(copy, copy_with_stable):
-    listed = "print(info['cpu_kernels'])"  # without those that plain torch computes
+    listed = "print(info['cpu_kernels'])"  # without the operators that plain torch computes
     done = run(SMALL_STEP + listed, copy_with_stable.parent, kernels="stable")
     assert done.returncode == 0, done.stderr
     assert "focal_loss_forward" in done.stdout and "calibration_grid" not in done.stdout

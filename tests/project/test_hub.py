@@ -1,4 +1,4 @@
-"""tools/hub.py: the kernel of the Kernel Hub, loaded as the package kernels loads it."""
+"""tools/hub.py: the kernel of the Kernel Hub, loaded by the package kernels."""
 
 import ast
 import sys

@@ -1,4 +1,4 @@
-"""The study of a small language model: its parts at toy size."""
+"""The study of a small language model, at a small size."""
 
 from dataclasses import replace
 
@@ -27,11 +27,11 @@ TEXTS = ["The cat sat on the mat . " * 40, "A dog ran to the cat . " * 100]
 
 
 def test_every_few_pieces_are_held_out():
-    texts = [" ".join(f"w{i}" for i in range(1280))]  # ten pieces, no word twice
+    texts = [" ".join(f"w{i}" for i in range(1280))]  # ten pieces, each word in one piece only
     training, held_out = language_model.split_text(replace(TINY, held_out=128, vocabulary=2000), texts)
     assert len(held_out) == 2 * 128 + 1
     assert torch.equal(training, torch.arange(1, len(training) + 1))
-    assert not held_out.any()  # none of them is in the vocabulary
+    assert not held_out.any()  # the vocabulary has none of the held-out words
     assert len(training) == 1280 - 4 * language_model.PIECE
 
 

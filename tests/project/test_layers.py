@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# From the top down: each imports from those before it. Files that start with an underscore, and gamma.py, are "shared".
+# From the top down: each layer imports from those before it. Files that start with an underscore, and gamma.py, are
+# "shared".
 LAYERS = (
     "shared",
     "reference",
@@ -140,13 +141,13 @@ def test_no_import_is_circular():
     graph = {
         name: {target for target, _ in targets if target in PACKAGE and target != name}
         for name, targets in EDGES.items()
-        if PACKAGE[name].name != "__init__.py"  # which hand names on
+        if PACKAGE[name].name != "__init__.py"  # packages re-export names
     }
-    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, whose message has the cycle
 
 
 def test_imports_in_functions_are_of_extras():
-    """An import inside a function serves an optional package; it never hides a circle."""
+    """An import inside a function is for an optional package; it never hides a cycle."""
     found = {target for targets in EDGES.values() for target, in_function in targets if in_function}
     assert {layer(name) for name in found if name.startswith("focalkern")} <= {"plots", "integrations"}
 
@@ -160,7 +161,7 @@ def test_folders_beside_the_package(folder):
 
 
 def test_an_import_that_runs_back_is_found():
-    """The check itself, on a package with a wrong import."""
+    """Tests the check itself on a package with a wrong import."""
     EDGES["focalkern.ops.wrong"] = [("focalkern.study.sweep", True)]
     try:
         assert runs_back(LAYERS, layer) == ["focalkern.ops.wrong imports focalkern.study.sweep"]

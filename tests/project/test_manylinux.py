@@ -1,4 +1,4 @@
-"""tools/manylinux.py and the tag of the wheel: a library of newer symbols, linked with the flags and without."""
+"""tools/manylinux.py and the tag of the wheel: a library with newer symbols, linked with and without the flags."""
 
 import ctypes
 import platform
@@ -11,7 +11,7 @@ import pytest
 manylinux = pytest.importorskip("tools.manylinux", reason="not in the source tree")
 wheel = pytest.importorskip("tools.wheel", reason="not in the source tree")
 
-# The lines with a version take symbols that new compilers find in libraries newer than those of manylinux_2_28.
+# The lines with a version use symbols that new compilers take from libraries newer than those of manylinux_2_28.
 CODE = """
 #include <cmath>
 #include <exception>

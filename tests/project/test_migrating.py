@@ -1,7 +1,8 @@
 """Every equality of the table in docs/howto/migrate.md, in value and gradient.
 
-A case is a library's call and the call that replaces it. Both get the same leaf and the same random upstream gradient,
-in float64, where the cancellation in the libraries' 1 - p stays below the tolerance. MONAI rounds its input to float32.
+A case is a library's call and the call that replaces it. Both get the same leaf and the same random upstream gradient
+in float64, where the cancellation of 1 - p in the libraries stays below the tolerance. MONAI rounds its input to
+float32.
 """
 
 import warnings
@@ -30,12 +31,12 @@ def pixels():
 
 
 def class_0_and_the_others(alpha):
-    """alpha of kornia and MONAI under softmax, as class weights: class 0 is the background."""
+    """alpha of kornia and MONAI with softmax, as class weights; class 0 is the background."""
     return None if alpha is None else torch.tensor([1 - alpha] + [alpha] * (C - 1), dtype=torch.float64)
 
 
 def one_hot(y, valid=None):
-    """[N, C, H, W], all zeros where not valid."""
+    """One-hot targets [N, C, H, W], with zeros where not valid."""
     hot = F.one_hot(y if valid is None else y.where(valid, 0), C).movedim(-1, 1)
     return hot if valid is None else hot * valid.unsqueeze(1)
 
@@ -49,7 +50,7 @@ def one_hot(y, valid=None):
 def test_torchvision(gamma, alpha, reduction):
     theirs = peer("torchvision.ops").sigmoid_focal_loss
     z = torch.randn(7, C, dtype=torch.float64)
-    # Its targets may be fractions; alpha and p_t are then mixed, and so they are here.
+    # Its targets may be fractions, which mix alpha and p_t; focalkern's do the same.
     for target in (torch.randint(2, (7, C)).double(), torch.rand(7, C, dtype=torch.float64)):
         assert_equal(
             lambda z, t=target: theirs(z, t, alpha=alpha, gamma=gamma, reduction=reduction),
@@ -77,7 +78,7 @@ def test_kornia_focal_loss(gamma, alpha, class_weight, pixels):
         return fk.focal_loss(z, y, gamma, weight=weight, ignore_index=IGNORED, reduction=reduction)
 
     assert_equal(lambda z: theirs(z, y, reduction="sum", **options), lambda z: ours(z, "sum"), z)
-    # The mean counts every class of every pixel, ignored pixels too.
+    # The mean counts every class of every pixel, including ignored pixels.
     assert_equal(lambda z: theirs(z, y, reduction="mean", **options), lambda z: ours(z, "sum") / z.numel(), z)
     # "none" is a map over the classes.
     assert_equal(lambda z: theirs(z, y, reduction="none", **options).sum(1), lambda z: ours(z, "none"), z)
@@ -129,7 +130,7 @@ def test_monai_softmax(gamma, alpha, pixels):
     assert_equal(lambda z: theirs(z, y, "mean"), lambda z: ours(z) / z.numel(), z, float32)
     assert_equal(lambda z: theirs(z, y, "sum"), lambda z: ours(z) / y[0].numel(), z, float32)
     assert_equal(lambda z: theirs(z, y, "none").sum(1), lambda z: ours(z, reduction="none"), z, float32)
-    # With ignore_index the mean is over the pixels that count, and no longer over the classes.
+    # With ignore_index the mean is over the counted pixels, no longer over the classes.
     assert_equal(
         lambda z: theirs(z, holes, "mean", ignore_index=IGNORED),
         lambda z: ours(z, holes, ignore_index=IGNORED) / (holes != IGNORED).sum(),
@@ -140,7 +141,7 @@ def test_monai_softmax(gamma, alpha, pixels):
     given = [0.5, 1.0, 2.0, 0.25]
     both = per_class(given) if weight is None else weight * per_class(given)
     assert_equal(lambda z: theirs(z, y, "mean", weight=given), lambda z: ours(z, weight=both) / z.numel(), z, float32)
-    # Without the background, the softmax and a list alpha cover only the other classes; a number alpha is ignored.
+    # Without the background, the softmax and a list of alphas cover only the other classes; a scalar alpha is ignored.
     others = alpha[1:] if isinstance(alpha, list) else alpha
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*scalar `alpha` ignored when using softmax", UserWarning)
@@ -165,7 +166,7 @@ def test_monai_sigmoid(gamma, alpha, pixels):
     loss_class = peer("monai.losses").FocalLoss
     z, y, holes = pixels
     target, valid = one_hot(y), (holes != IGNORED).unsqueeze(1)
-    listed = isinstance(alpha, list)  # then it weights only the positives, and (1 - alpha) does not occur
+    listed = isinstance(alpha, list)  # alpha then weights only the positives; (1 - alpha) does not occur
     factor = torch.where(target == 1, per_class(alpha).view(C, 1, 1), 1.0) if listed else torch.ones_like(z)
     given = [0.5, 1.0, 2.0, 0.25]
 

@@ -1,4 +1,4 @@
-"""Losses of projects that cannot be installed here, by the formulas of their sources; transformers, timm and mmdet."""
+"""Losses of projects that are not installed here, by the formulas of their sources; transformers, timm and mmdet."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from migrating_cases import GAMMAS, C, assert_equal, leaf, per_class
 
 import focalkern as fk
 
-# ---- Sources that were read, and cannot be installed here -----------------------------------------------------------
+# ---- Projects whose sources were read, and which cannot be installed here ------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_mmcv_formulas(gamma):
-    # The formula of its CUDA kernels, from their source: the library itself is not run.
+    # The formula of its CUDA kernels, from their source; the library itself does not run here.
     z = torch.randn(9, C, dtype=torch.float64)
-    y = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, C])  # C, one past the classes: background
+    y = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, C])  # C, one past the last class: background
     alpha, weight = 0.3, per_class([0.5, 1.0, 2.0, 0.25])
     rows, foreground = torch.arange(8), y[:8]
 
@@ -26,7 +26,7 @@ def test_mmcv_formulas(gamma):
 
     target = F.one_hot(y, C + 1)[:, :C]
     assert_equal(sigmoid, lambda z: fk.sigmoid_focal_loss(z, target, gamma=gamma, alpha=alpha), z)
-    # Its mean divides by the rows. mmdet's FocalLoss calls it with "none" and divides by rows times classes.
+    # Its mean divides by the number of rows. mmdet's FocalLoss calls it with "none" and divides by rows times classes.
     assert_equal(
         lambda z: sigmoid(z).sum() / z.size(0),
         lambda z: fk.sigmoid_focal_loss(z, target, gamma=gamma, alpha=alpha, reduction="sum") / len(z),
@@ -46,7 +46,7 @@ def test_mmcv_formulas(gamma):
 
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_formulas_of_copied_files(gamma):
-    # clcarwin/focal_loss_pytorch and AdeelH/pytorch-multi-class-focal-loss, written down from their source.
+    # clcarwin/focal_loss_pytorch and AdeelH/pytorch-multi-class-focal-loss, copied from their sources.
     z, y = torch.randn(9, C, dtype=torch.float64), torch.randint(C, (9,))
     alpha = per_class([0.5, 1.0, 2.0, 0.25])
 
@@ -125,7 +125,7 @@ def test_five_lines_of_a_gist(gamma):
         return (0.3 * (1 - (-ce).exp()) ** gamma * ce).mean()
 
     assert_equal(gist, lambda z: 0.3 * fk.focal_loss(z, y, gamma, reduction="sum") / y.numel(), z)
-    if gamma:  # with class weights exp(-ce) is no probability, and the loss is another one
+    if gamma:  # with class weights exp(-ce) is not a probability, and the loss differs
         weight = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
         ours = 0.3 * fk.focal_loss(z, y, gamma, weight=weight, reduction="sum") / y.numel()
         assert (gist(z, weight) - ours).abs() > 1e-3
@@ -163,7 +163,8 @@ def test_mmdet_with_avg_factor_and_quality_focal_loss():
 @pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0, 5.0])
 @pytest.mark.parametrize("gap", [8.0, 12.0, 14.0, 20.0, 27.0, 40.0, 80.0])
 def test_ours_stays_exact_where_p_rounds_to_one(gap, gamma):
-    # From a gap of 18 on the difference 1 - p is 0 in float32: others' loss too, and for gamma < 1 their gradient NaN.
+    # From a gap of 18, 1 - p is 0 in float32: so are other libraries' losses, and for gamma < 1 their gradients are
+    # NaN.
     y = torch.tensor([0])
     for ours in (
         lambda z: fk.focal_loss(z, y, gamma),
@@ -176,11 +177,11 @@ def test_ours_stays_exact_where_p_rounds_to_one(gap, gamma):
         u = torch.tensor(gap, dtype=torch.float64).neg().sigmoid()
         minus_log_p = -torch.log1p(-u)
         slope = u**gamma * (u + gamma * (1 - u) * minus_log_p)
-        # u^gamma is the exponential of a float32 number, whose rounding is a relative error here. At most 1e-5: below
-        # exp(-87) float32 ends.
+        # u^gamma is the exponential of a float32 number, whose rounding is a relative error of the result, at most
+        # 1e-5: exp(-87) is the smallest float32.
         rtol = TOLERANCE[torch.float32][0] + 2.0**-24 * min(gamma * gap, 87)
         assert rtol < 1e-5
         expected = torch.stack([-slope, slope]).unsqueeze(0)
-        # The absolute tolerance is the smallest float32, because tiny values must be right, too.
+        # The absolute tolerance is the smallest float32, because tiny values must be correct, too.
         torch.testing.assert_close(loss.detach().double(), u**gamma * minus_log_p, rtol=rtol, atol=1e-38)
         torch.testing.assert_close(z.grad.double(), expected, rtol=rtol, atol=1e-38)

@@ -1,9 +1,9 @@
 """The examples of the README and of the documentation, run as they are printed.
 
-Python blocks, cells of the tutorials, and the commands of focalkern. They run in the order of their page and in one
-empty folder for each page, because commands read what a Python block has written; but each Python block has its own
-names, so that it can be copied alone. The cells of a tutorial share theirs. For other commands, the module, the options
-and the make target must exist.
+These are Python blocks, cells of the tutorials, and focalkern commands. The blocks of a page run in their order and in
+one empty folder, because commands read files that Python blocks have written. Each Python block has its own names, so
+that it can be copied alone; the cells of a tutorial share theirs. For other commands, the module, the options and the
+make target must exist.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ IMPORT = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 
 # Packages that an example may import although focalkern does not need them. Only these may be missing, and only if not
-# all must be installed. (Not conftest.peer: this file also runs alone, against an installed wheel.)
+# all peers are required. (Not conftest.peer: this file also runs alone, against an installed wheel.)
 PEERS = {
     "accelerate",
     "dask",
@@ -55,7 +55,7 @@ def blocks(page):
     cells = []
     for block in BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(2))
-        if block[1].startswith("{"):  # its options are no code
+        if block[1].startswith("{"):  # cell options are no code
             cells.append((line, re.sub(r"^:.*$", "", block[2], flags=re.MULTILINE)))
         else:
             yield block[1], line, block[2]
@@ -80,7 +80,7 @@ def folders(tmp_path_factory):
     return {page: tmp_path_factory.mktemp("page") for page in PAGES}
 
 
-# transformers pins memory by default, which without a GPU is nothing but this warning.
+# transformers pins memory by default, and without a GPU torch warns about it.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
 @pytest.mark.parametrize(
     ("page", "line", "code"),
@@ -106,7 +106,7 @@ def test_example(page, line, code, folders, monkeypatch):
         if os.environ.get("FOCALKERN_REQUIRE_PEERS") != "1":
             for name in sorted(PEERS.intersection(IMPORT.findall(code))):
                 pytest.importorskip(name, exc_type=ImportError)
-        # Empty lines in front, so that a traceback shows the page's line.
+        # Empty lines in front, so that a traceback has the line number of the page.
         exec(compile("\n" * line + code, str(page), "exec"), {"__name__": "__main__"})
 
 
@@ -119,7 +119,7 @@ def test_there_are_examples():
 
 
 def test_every_block_has_a_kind():
-    """Every block is run, checked, or output of a command."""
+    """Every block is run, checked, or the output of a command."""
     for page in PAGES:
         fences = re.findall(r"^```([^\n`]+)$", page.read_text(), re.MULTILINE)
         known = {"python", "sh", "text", "{code-cell} python"}
@@ -149,7 +149,7 @@ def shell_commands():
 
 @pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="the source tree is not here")
 def test_other_commands_exist():
-    """Targets of make, modules with -m, and their options."""
+    """Checks make targets, modules of -m, and their options."""
     pytest.importorskip("benchmarks", reason="the benchmarks are in the source tree only")
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     seen = set()

@@ -80,7 +80,7 @@ WHEEL = [
     [
         ("cpython-311", "2.11.0", "compiled"),
         ("cpython-311", "2.11.1+cu130", "compiled"),
-        ("cpython-311", "2.1.1", "stable"),  # which begins as 2.11 does
+        ("cpython-311", "2.1.1", "stable"),  # a version that begins like 2.11
         ("cpython-311", "2.12.0", "stable"),
         ("cpython-312", "2.11.0", "stable"),
     ],

@@ -1,4 +1,4 @@
-"""The papers' figures: the statements that are mathematics hold, and a wrong figure is told from a right one."""
+"""The figures of the papers: the mathematical statements hold, and the comparison detects a wrong figure."""
 
 import csv
 
@@ -33,7 +33,7 @@ def test_the_figures_that_the_papers_print():
     lines = by_what([*statements.bounds(), *statements.confidence()])
     assert lines["counterexample: 10 classes, gamma = 1, confidence 0.11 becomes"].verdict == "as printed"
     assert lines["experiment: highest T, 1 / slope at one half"].verdict == "as printed"
-    # A published bound of an experiment on finitely many points: the true one is 1/(gamma + 1).
+    # The paper's bound is from an experiment with finitely many points; the true bound is 1/(gamma + 1).
     lowest = lines["experiment: lowest T, s up to 60"]
     assert (lowest.published, lowest.verdict) == ("0.206", "")
     assert float(lowest.computed) == pytest.approx(0.2011, abs=1e-4)
@@ -51,7 +51,7 @@ def test_the_nearest_temperature_is_the_nearest():
 def test_the_published_fit_is_near_the_map(n_classes):
     slope, intercept, _ = statements.FITS[n_classes]
     for gamma in (1.0, 3.0, 5.0):
-        # As initial guesses: within a tenth of the nearest inverse temperature.
+        # As initial values: within a tenth of the nearest inverse temperature.
         nearest = statements.best_beta(n_classes, gamma)
         assert float(slope) * gamma + float(intercept) == pytest.approx(nearest, rel=0.1)
 
@@ -96,7 +96,7 @@ def test_logits_that_are_not_the_papers_are_told(tmp_path, capsys):
     assert "cifar10_wrn26_10_brier.npz is not in the folder" in out
     with (tmp_path / "out" / "networks.csv").open(newline="") as stream:
         rows = {row["what"]: row for row in csv.DictReader(stream) if row["figure"] == "cifar10_resnet50_ce"}
-    # These logits are over-confident by a factor of 2.5 and nothing else.
+    # These logits are over-confident by a factor of 2.5 and otherwise calibrated.
     assert float(rows["T of the validation ECE, step 0.1"]["computed"]) == pytest.approx(2.5, abs=0.2)
     assert rows["ECE, before scaling"]["verdict"] == "differs"
     assert len(rows) == 15

@@ -1,7 +1,6 @@
 """The training study: interrupted runs continue, their records, and the tables.
 
-Everything is trained on the digits with a few samples and epochs: what is tested is the machinery, and nothing about
-which loss is better.
+Networks are trained on few digits for few epochs. These tests check the program, not which loss is better.
 """
 
 import math
@@ -37,7 +36,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def adafocal_run(digits, tmp_path_factory):
-    """One uninterrupted run of the loss that has a state."""
+    """An uninterrupted run of AdaFocal, the loss with a state."""
     out = tmp_path_factory.mktemp("study")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -48,7 +47,7 @@ def adafocal_run(digits, tmp_path_factory):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stopping and going on
+# Interrupted and resumed runs
 # ---------------------------------------------------------------------------------------------------------------------
 class StoppedError(Exception):
     pass
@@ -67,7 +66,7 @@ def test_a_run_stopped_after_every_epoch_ends_with_the_same_files(digits, adafoc
             training.run(digits, settings(digits), "adafocal", 0, tmp_path / "seed-0", on_epoch)
         assert not records.is_complete(tmp_path / "seed-0")
     training.run(digits, settings(digits), "adafocal", 0, tmp_path / "seed-0", lambda epoch, row: seen.append(epoch))
-    # Each start begins with the last epoch that is saved, and trains none twice.
+    # Each start first reports the last saved epoch and trains no epoch twice.
     assert seen == [1, 1, 2, 2, 3, 3]
     assert contents(tmp_path / "seed-0") == contents(adafocal_run.folder)
 
@@ -86,7 +85,7 @@ torch.set_num_threads(1)
 run(data.load("digits"), {settings(digits)!r}, "adafocal", 0, pathlib.Path("seed-0"), kill)
 """
     (tmp_path / "killed.py").write_text(script)
-    # The package of this process comes before the tree, whose module may be that of another torch.
+    # The package of this process comes before the source tree, whose module may be for another torch.
     paths = os.pathsep.join([str(Path(fk.__file__).parents[1]), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "killed.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, timeout=300
@@ -112,7 +111,7 @@ def test_a_complete_run_is_not_trained_again(digits, adafocal_run):
 
 def test_a_run_that_another_process_has_is_left_to_it(digits, tmp_path):
     def inside(epoch, row):
-        # A second descriptor meets the lock as another process would.
+        # A second file descriptor meets the lock, as another process would.
         assert not training.run(digits, settings(digits), "focal-2", 0, tmp_path / "seed-0")
         raise StoppedError
 
@@ -121,7 +120,7 @@ def test_a_run_that_another_process_has_is_left_to_it(digits, tmp_path):
 
 
 def test_only_the_process_that_sees_all_runs_complete_reports(digits, tmp_path, capsys, monkeypatch):
-    """Two processes share the runs. A report of some of them must not come after the report of all."""
+    """Two processes share the runs. A report on some of them must not replace the report on all."""
     arguments = ["--losses", "brier", "--seeds", "0", "--epochs", "1", "--width", "4", "--threads", "1", "--out"]
 
     def busy(*_):
@@ -202,7 +201,7 @@ def test_the_last_epoch_is_what_the_saved_logits_say(adafocal_run):
             (z / temperature).softmax(-1), labels
         ),
     }
-    # Six digits are written.
+    # The records have six digits.
     assert {key: row[key] for key in expected} == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
     scaling = fk.TemperatureScaling(criterion="ece", estimator="equal_width", temperatures=fk.PAPER_TEMPERATURES).fit(
         logits["val_logits"], logits["val_labels"]
@@ -217,7 +216,7 @@ def test_gammas_follow_the_recorded_calibration_errors(adafocal_run):
     assert [row["gamma"] for row in epochs[1]] == [1.0] * 15
     for epoch in (1, 2):
         for now, then in zip(epochs[epoch], epochs[epoch + 1], strict=True):
-            # An empty bin keeps its gamma; lambda is 1, and nothing comes near a clip here.
+            # An empty bin keeps its gamma; lambda is 1, and no gamma comes near a clip here.
             error = 0.0 if math.isnan(now["calibration_error"]) else now["calibration_error"]
             sign = 1 if now["gamma"] > 0 else -1
             expected = now["gamma"] * math.exp(sign * error)
@@ -227,7 +226,7 @@ def test_gammas_follow_the_recorded_calibration_errors(adafocal_run):
 
 
 def test_learned_epochs_and_training_error_agree(digits, tmp_path):
-    """In the first epoch the samples that are right are those learned then: later ones cannot be told from outside."""
+    """In the first epoch the correct samples are the learned ones; the records do not show later epochs."""
     training.run(digits, settings(digits), "cross-entropy", 0, tmp_path / "cross-entropy" / "seed-0")
     (run,) = records.read_runs(tmp_path, objectives.rank)
     learned = run.training_samples["learned_epoch"]

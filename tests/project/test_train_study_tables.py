@@ -43,12 +43,12 @@ def test_quick_study(tmp_path, capsys):
     ):
         assert (out / "report" / f"{name}.csv").stat().st_size > 100
     pictures = {path.stem for path in (out / "report").glob("*.png")}
-    # Those that need AdaFocal, three losses between focal and inverse focal, or other families are left out.
+    # The study omits figures that need AdaFocal, three losses between focal and inverse focal, or other families.
     assert pictures == {
         *("training_curves", "correct_and_incorrect", "scaled_ece", "validation_size", "learned"),
         *("optimal_temperature", "out_of_distribution", "reliability"),
     }
-    # focalkern calibrate reads the logits, and finds what the study found.
+    # focalkern calibrate reads the logits and finds the study's results.
     from focalkern.cli import main as focalkern
 
     logits = out / "focal-3" / "seed-0" / "logits.npz"
@@ -130,7 +130,7 @@ def test_means_marks_and_gains():
     assert focal["ece_mean_temperature"] == pytest.approx(0.0217)
     assert focal["ece_std_temperature"] == pytest.approx(np.std(ece["focal-3"], ddof=1))
     assert focal["temperature_mean"] == pytest.approx(2.5)
-    # A paired test is a test of the differences.
+    # A paired test is a test of the mean difference.
     differences = np.subtract(ece["focal-3"], ece["cross-entropy"])
     assert focal["p_temperature"] == pytest.approx(ttest_1samp(differences, 0).pvalue)
     assert focal["p_temperature"] < 0.05
@@ -146,7 +146,7 @@ def test_means_marks_and_gains():
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("loss", ["cross-entropy", "focal-3"])
 def test_the_recorded_figures_come_from_the_recorded_logits(loss, tmp_path):
-    """tests/data holds the logits of seed 0; all that was recorded about them is found again."""
+    """tests/data has the logits of seed 0; computing from them gives every recorded number."""
     with np.load(ROOT / "tests" / "data" / f"fashion_mnist_{loss}.npz") as file:
         logits = {key: torch.from_numpy(file[key]) for key in file.files}
     assert [len(logits[f"{part}_labels"]) for part in ("val", "test")] == [6000, 10000]
@@ -162,7 +162,7 @@ def test_the_recorded_figures_come_from_the_recorded_logits(loss, tmp_path):
     for now, then in zip(computed, recorded, strict=True):
         assert (now["method"], now["criterion"]) == (then["method"], then["criterion"])
         for name in ("gamma", "temperature", "ece_equal_width_floor", *run_rows.FIGURES):
-            # Six digits are written.
+            # The records have six digits.
             assert now[name] == pytest.approx(then[name], rel=1e-5, nan_ok=True), (now["method"], name)
 
 
@@ -175,13 +175,13 @@ def test_the_recorded_tables_come_from_the_recorded_rows():
         assert len(rows) == len(recorded)
         for now, then in zip(rows, recorded, strict=True):
             numbers = {key: value for key, value in now.items() if isinstance(value, float)}
-            # A small standard deviation or difference of means keeps fewer digits than they have.
+            # A small standard deviation or difference of means has fewer digits than the numbers themselves.
             expected = pytest.approx(numbers, rel=1e-2, abs=2e-6, nan_ok=True)
             assert {key: then[key] for key in numbers} == expected
 
 
 def test_the_page_says_what_was_recorded():
-    """Its table, and every figure in its sentences."""
+    """The page's table, and every number in its sentences."""
     folder = RESULTS / "fashion_mnist"
     read = {path.stem: records.read_csv(path) for path in folder.glob("*.csv")}
     pages = " ".join((ROOT / "docs" / "evidence" / "training.md").read_text().split())

@@ -1,4 +1,4 @@
-"""Shared by the tests of grid states: samples, and a state of batches."""
+"""Samples, and a state of batches, for the tests of grid states."""
 
 import io
 
@@ -7,13 +7,13 @@ import torch
 import focalkern as fk
 
 CRITERIA = ("ece", "mce", "nll", "brier")
-# Flatter, plain temperature scaling, much sharper; saturated, cold, neutral, hot.
+# Flatter, plain temperature scaling, much sharper; saturated, low, neutral and high temperatures.
 GAMMAS = [-0.5, 0.0, 5.0]
 TEMPERATURES = [0.01, 0.3, 1.0, 2.5]
 
 
 def samples(n, n_classes=10, dtype=torch.float32, device="cpu", scale=3.0):
-    """Logits of a model that is right more often than not."""
+    """Logits of a model with an accuracy above one half."""
     target = torch.randint(n_classes, (n,), device=device)
     z = torch.randn(n, n_classes, dtype=torch.float64, device=device) * scale
     z[torch.arange(n, device=device), target] += 1.5 * scale
@@ -32,7 +32,7 @@ def batches_of(logits, target, sizes):
 
 
 def snapshot(state):
-    """Everything in a state, to the bit."""
+    """Compares everything in two states bitwise."""
     content = state.state_dict()
     tensors = {name: tensor.cpu().numpy().tobytes() for name, tensor in content["tensors"].items()}
     return {**content, "tensors": tensors}

@@ -1,4 +1,4 @@
-"""Shared by the tests of streamed searches: the shards, a command, and the comparison of two results."""
+"""Common parts of the tests of streamed searches: shards, a command, and the comparison of two results."""
 
 import json
 
@@ -9,7 +9,7 @@ import torch
 from focalkern.study import samples
 
 AXES = ("--temperatures", "0.5:4:0.5", "--gammas=0,0.5,1")
-GRID = ("--method", "focal-temperature", "--criterion", "ece", *AXES)  # the paper's choice; the verdict is below
+GRID = ("--method", "focal-temperature", "--criterion", "ece", *AXES)  # the paper's choice
 
 
 def sample(n, seed, n_classes=5):
@@ -23,7 +23,7 @@ def sample(n, seed, n_classes=5):
 def write_shards(folder, name, n, seed, parts, **options):
     logits, labels = sample(n, seed, **options)
     for i, rows in enumerate(np.array_split(np.arange(n), parts)):
-        # Twelve of them: in the order of their names the tenth would be the second.
+        # Twelve shards: sorted by name, the tenth would be the second.
         np.save(folder / f"{name}_logits-{i}.npy", logits[rows])
         np.save(folder / f"{name}_labels-{i}.npy", labels[rows])
     np.save(folder / f"{name}_logits.npy", logits)
@@ -59,7 +59,7 @@ def assert_same(streamed, whole, digits=1e-12):
             assert found["criterion_value"] == pytest.approx(expected["criterion_value"], rel=1e-12)
         if expected["intervals"] is not None:
             for name, ends in expected["intervals"].items():
-                without = name in ("nll", "brier", "classwise_ece_equal_width")  # they need all probabilities
+                without = name in ("nll", "brier", "classwise_ece_equal_width")  # bins need all probabilities
                 assert found["intervals"][name] == (None if without else pytest.approx(ends, abs=digits))
     assert streamed["chosen"] == whole["chosen"]
     assert streamed["remarks"] == [remark.replace("logits.npy", "logits-*.npy") for remark in whole["remarks"]]

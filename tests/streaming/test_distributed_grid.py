@@ -1,4 +1,4 @@
-"""The calibration grid over several processes: the same sums as in one, and clear errors when a process is lost."""
+"""The calibration grid over several processes: the sums of one process, and clear errors if a process is lost."""
 
 import datetime
 import json
@@ -47,7 +47,7 @@ def process(rank, store, folder):
         state = state_of(logits[part], target[part], estimator=estimator).all_reduce()
         torch.save(state.state_dict(), f"{folder}/{estimator}-{rank}.pt")
 
-    # One of them has seen nothing.
+    # One of them has no samples.
     state = state_of(*(x[:0] if rank == 0 else x for x in (logits, target))).all_reduce()
     torch.save(state.state_dict(), f"{folder}/one-{rank}.pt")
     nothing = fk.CalibrationGridState(GAMMAS, TEMPERATURES).all_reduce()
@@ -65,7 +65,7 @@ def process(rank, store, folder):
             found[name] = str(error)
         assert other.n_samples == before
 
-    # The second process dies; the first one is told in time, and has what it had.
+    # The second process dies. The first one gets an error in time and keeps its sums.
     state = state_of(logits[part], target[part])
     sums = state.state_dict()["tensors"]["nll"].clone()
     if rank == 1:
@@ -79,7 +79,7 @@ def process(rank, store, folder):
     found["unchanged"] = bool((state.state_dict()["tensors"]["nll"] == sums).all()) and state.n_samples == 333
     with open(f"{folder}/found.json", "w") as stream:
         json.dump(found, stream)
-    os._exit(0)  # not through a process group whose other half is gone
+    os._exit(0)  # not through a process group whose other rank is gone
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Fits to batches, in one process and in two: the same calibrator as in memory."""
+"""Fits to batches, in one process and in two, give the calibrator of a fit in memory."""
 
 import datetime
 import functools
@@ -30,7 +30,7 @@ CALIBRATORS = {
 
 
 def rows(n=700, n_classes=4):
-    """Logits of a network that is too sure and has a bias, and labels."""
+    """Logits of an over-confident network with a bias, and labels."""
     generator = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -47,7 +47,7 @@ def test_batches_give_the_calibrator_of_all_rows(name, case):
     logits, target = rows()
     options, columns = {}, [logits, target]
     if case == "weights":
-        columns.append(torch.arange(700) % 4)  # weights of 0 among them
+        columns.append(torch.arange(700) % 4)  # including weights of 0
     elif case == "zeros":
         logits = logits.softmax(-1)
         logits[::7, 1] = 0
@@ -73,7 +73,7 @@ def test_batches_give_the_calibrator_of_all_rows(name, case):
 def test_a_cross_validation_in_batches_is_that_in_memory():
     logits, target = rows()
     logits[:3, 0] = -torch.inf
-    target[:2] = 0  # a label at a logit of -inf: no calibration has an infinite loss
+    target[:2] = 0  # a label at a logit of -inf, so no calibration has an infinite loss
     candidates = as_candidates(None, "nll", "logits")
     expected = cross_validate(logits, target, candidates, criterion="nll", folds=4, seed=0)
     none = expected.entries[0].calibrator

@@ -1,4 +1,4 @@
-"""``calibrate`` and ``evaluate`` over rows that are read a few at a time: as in memory, in parts, stopped, resumed."""
+"""``calibrate`` and ``evaluate`` over rows that are read in batches: the results of rows in memory."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_more_rows_than_confidences_are_kept_of(folder, run, monkeypatch, estima
 
 
 def test_one_file_split_and_the_same_rows(folder, run):
-    # Resamples draw row by row, and a split in memory has its rows in another order.
+    # Resamples are drawn per row, and a split in memory has the rows in another order.
     for options in ((), ("--split", "0.4", "--seed", "3", "--bootstrap", "0")):
         whole = result(run, "val_logits.npy", *options)
         assert_same(result(run, "val_logits.npy", "--stream", *options), whole)
@@ -118,14 +118,14 @@ def test_files_that_are_large_for_the_memory_are_streamed(folder, monkeypatch, r
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
-    """Batches of 8 MiB in float64; each calibrator would keep one of every batch if its memory were not used again."""
+    """Batches take 8 MiB in float64. Without reuse of memory, each calibrator would keep one of every batch."""
     harness = pytest.importorskip("benchmarks.harness", reason=IN_SOURCE_TREE)
     monkeypatch.setattr(samples, "_FLOAT64_BATCH", 1 << 20)
     np.save(tmp_path / "logits.npy", np.zeros((512, 32768), np.float32))
     np.save(tmp_path / "labels.npy", np.arange(512))
     (rows,) = samples.stream_sets(str(tmp_path / "logits.npy"), labels=None, input_kind=None).values()
     extra = harness.peak_extra_mib(lambda: score(rows, [(0.0, 1.0), (1.0, 2.0)], 15))
-    assert extra < 120  # 8 of them are in use at a time, and 4 MiB for each class and bin; of 16 batches
+    assert extra < 120  # 8 of them are in use at a time, plus 4 MiB per class and bin; out of 16 batches
 
 
 def test_the_table_of_the_page_was_recorded():

@@ -1,4 +1,4 @@
-"""Searches that were stopped go on; bad shards are named."""
+"""Interrupted searches resume, and errors name invalid shards."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stopped(folder, run, monkeypatch):
-    """A state file, of a search that was interrupted in its fourth batch."""
+    """The state file of a search that was interrupted in its fourth batch."""
     update = CalibrationGridState.update
     calls = []
 
@@ -50,8 +50,8 @@ def test_the_same_command_goes_on(stopped, run, monkeypatch):
     code, out, err = run("calibrate", "val_logits-*.npy", *GRID, "--state", "s.state", "--json")
     assert code == 0
     assert err.startswith("resumed from s.state: 84 of 500 rows are done\n")
-    assert json.loads(out)["rows"] == expected["rows"]  # to the bit
-    assert not stopped.exists()  # it is of no use any more
+    assert json.loads(out)["rows"] == expected["rows"]  # bitwise
+    assert not stopped.exists()  # the state is deleted after use
 
 
 def change_a_file(folder):
@@ -153,7 +153,7 @@ def test_a_bad_shard_is_named_and_nothing_is_written(folder, run, damage, messag
 
 
 def test_a_bad_shard_costs_only_itself(folder, run):
-    """The rows read before the error are saved, and corrected data continue from there."""
+    """The rows before the error are saved; with corrected data the command continues there."""
     good = np.load("val_labels-11.npy")
     bad("val_labels-11.npy", row=33, value=5)
     stamp = os.stat("val_labels-11.npy").st_mtime_ns
@@ -177,7 +177,7 @@ def test_names_of_shards_and_labels(folder):
         "part_labels0.npy",
         "part_labels1.npy",
     ]
-    # A pattern that matches the labels too.
+    # A pattern that matches the labels, too.
     assert len(open_shards("part*.npy", labels=None, input_kind=None)[""].shards) == 2
     assert len(open_shards("part*.npy", labels="part_labels*.npy", input_kind=None)[""].shards) == 2
     os.mkdir("empty")

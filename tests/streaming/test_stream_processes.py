@@ -74,7 +74,7 @@ def test_two_processes_of_torchrun_choose_what_one_chooses(folder, run):
 @needs_distributed
 @pytest.mark.parametrize(("end", "timeout"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 20)])
 def test_a_process_that_dies_or_stops_is_told_by_the_other_and_nothing_is_written(end, timeout, folder):
-    """As torchrun starts them, but without torchrun, which would end the other one too."""
+    """Starts the processes as torchrun does, but without torchrun, which would also end the other process."""
     store = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 10_000)}
     dies = (
         "import os, sys; from focalkern.cli import main; from focalkern.study import Processes\n"
@@ -123,8 +123,8 @@ def test_the_verdict_of_shards_is_that_of_one_file(folder, run):
 
 @pytest.mark.parametrize("kept", ["all rows in memory", "batches"])
 def test_streamed_samples_choose_among_the_candidates_of_memory(folder, run, monkeypatch, kept):
-    """Table and cross-validation equal those of the same samples in memory."""
-    logits = np.load("val_logits.npy") + np.linspace(-2, 2, 5)  # so that a vector has something to find
+    """Table and cross-validation are equal to those of the same samples in memory."""
+    logits = np.load("val_logits.npy") + np.linspace(-2, 2, 5)  # class biases, which a vector corrects
     np.save("val_logits.npy", logits)
     for i, part in enumerate(np.array_split(np.arange(500), 12)):
         np.save(f"val_logits-{i}.npy", logits[part])
@@ -175,5 +175,5 @@ def test_a_search_that_was_stopped_has_the_same_verdict(folder, run, monkeypatch
         code, _, err = run("calibrate", "val_logits-*.npy", *AXES, "--state", "s.state")
     assert code == 130 and "84 of 500 rows are done" in err
     code, _, err = run("calibrate", "val_logits-*.npy", *GRID, "--state", "s.state")
-    assert code == 2 and "other folds" in err  # the sums of another command
+    assert code == 2 and "other folds" in err  # the sums belong to another command
     assert verdict_of(run, "val_logits-*.npy", "--state", "s.state") == expected

@@ -1,4 +1,4 @@
-"""fk.CalibrationGridState against fk.calibration_grid on all rows at once."""
+"""fk.CalibrationGridState compared with fk.calibration_grid on all rows."""
 
 import copy
 
@@ -10,7 +10,7 @@ import focalkern as fk
 from focalkern.streaming._tables import _bucket_limits
 
 
-# Batches: one; uneven ones, a single row and an empty one among them.
+# Batches: a single one; and uneven ones, including one of a single row and an empty one.
 @pytest.mark.parametrize("sizes", [[1000], [1, 0, 600, 399]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_exact_criteria_are_those_of_all_rows_at_once(device, dtype, sizes):
@@ -61,7 +61,7 @@ def test_the_sketch_keeps_its_error_bound(device, case, estimator, n_buckets):
 
 
 def test_the_bound_holds_for_every_order_of_ties():
-    """The row order decides which of several equal confidences come first in an equal-mass bin."""
+    """The order of rows determines which of several equal confidences come first in an equal-mass bin."""
     logits, target = samples(300)
     logits = logits.round()
     state = state_of([(logits, target)], criteria=("ece",))
@@ -90,7 +90,7 @@ def test_the_bound_is_worth_having():
 
 
 def test_buckets_are_where_the_bound_takes_them_to_be(device):
-    """Every confidence lies within the limits of its bucket, and buckets ascend."""
+    """Every confidence lies within the bounds of its bucket, and buckets ascend."""
     c = torch.cat([torch.linspace(0.5, 1, 200), 1 - torch.logspace(-8, -1, 50), torch.tensor([0.5, 1.0])]).sort().values
     c = torch.cat([c, torch.nextafter(torch.tensor([0.5]), torch.tensor([1.0]))])
     for n_buckets in (16, 1023, 1024):
@@ -162,7 +162,7 @@ def test_sums_do_not_depend_on_threads_and_batches_may_differ():
 
 
 def test_a_large_batch_equals_small_ones():
-    """More rows than the operator takes at once, with and without rows that are left out."""
+    """Uses more rows than one call of the operator takes, with and without ignored rows."""
     logits, target = samples(3000, 3)
     for ignored in (target, torch.where(torch.arange(3000) % 5 == 0, -100, target)):
         gammas = torch.linspace(-0.9, 1.0, 200)  # 2^18 / 200 = 1310 rows at once

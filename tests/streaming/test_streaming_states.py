@@ -147,7 +147,7 @@ def test_state_dict_goes_on_where_it_was(device):
     # The loaded state is on the CPU, where the sums are rounded in another order than on CUDA.
     exact = device.type == "cpu"
     assert not exact or snapshot(resumed) == snapshot(whole)
-    assert loaded["n_samples"] == 300  # what was loaded is no part of the state
+    assert loaded["n_samples"] == 300  # the state shares no memory with the loaded tensors
     for name, table in whole.compute().tables.items():
         tolerance = 0 if exact else 1e-6
         found = resumed.compute().tables[name].to(device)
@@ -175,7 +175,7 @@ def test_a_damaged_state_dict_changes_nothing(change, message):
 
 
 def test_memory_does_not_depend_on_the_number_of_samples():
-    """And is what the docstring says it is."""
+    """It is the size that the docstring states."""
     sizes = {}
     for estimator in ESTIMATORS[:2]:
         state = fk.CalibrationGridState(fk.PAPER_GAMMAS, fk.PAPER_TEMPERATURES, estimator=estimator)
@@ -201,7 +201,7 @@ def test_updates_within_and_without_inference_mode():
 
 
 def test_rows_as_wide_as_a_vocabulary():
-    """Tokens of a language model with 128256 words, in bfloat16; positions of the prompt are left out."""
+    """Tokens of a language model with 128256 words, in bfloat16; positions of the prompt are ignored."""
     logits = (torch.randn(24, 128_256) * 2).bfloat16()
     target = logits.argmax(1)
     target[::2] = torch.randint(128_256, (12,))

@@ -53,7 +53,7 @@ def written(name):
     return pytest.importorskip("safetensors.torch").load_file(name)
 
 
-# Every format, in and out, in both dtypes that results have.
+# Every format as input and output, in both dtypes of results.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".pt", ".csv", ".safetensors", ".parquet", ".feather"])
 def test_every_format(folder, run, suffix, dtype):
@@ -99,7 +99,7 @@ def test_labels_in_a_parquet_file_are_not_read_and_columns_keep_their_names(fold
         "probs": (50, 4)
     }
     table = importlib.import_module("pyarrow.feather").read_table("p.feather")
-    # In the order of the numbers, which are the classes.
+    # In the order of their numbers, which are the classes.
     assert table.column_names == ["label", "prob_0", "prob_1", "prob_2", "prob_3"]
     assert table["label"].to_pylist() == [0] * 50
     assert torch.equal(written("p.feather")["probs"], expected(LOGITS[:, [2, 3, 1, 0]]))
@@ -166,7 +166,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(folder, run, arguments, wo
 
 
 def test_a_table_keeps_its_other_columns_and_says_what_it_holds(folder, run):
-    """Written, read again, measured: probabilities are never taken for logits."""
+    """Probabilities are written, read again and measured; no step treats them as logits."""
     labels = (LOGITS.argmax(-1) + (torch.arange(50) % 4 == 0)) % 4
     lines = [
         f"row {row},{','.join(map(repr, logits))},{NAMES[label]},a note"

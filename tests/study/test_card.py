@@ -1,4 +1,4 @@
-"""The card of a saved calibrator: everything that it says is in the file."""
+"""The card of a saved calibrator, whose contents all come from the file."""
 
 import json
 

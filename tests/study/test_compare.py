@@ -1,4 +1,4 @@
-"""The comparison as a function, its verdict, and the calibrator that chooses."""
+"""compare_calibrators and its verdict."""
 
 import json
 import math
@@ -96,7 +96,7 @@ def test_a_study_for_machines_and_for_notebooks(study, tmp_path):
         "focal temperature, ECE-optimal",
     ]
     shown = html.replace("NLL-optimal", "").replace("ECE-optimal", "")
-    assert "-&gt;" not in shown and not re.search(r">-[.\d]", shown)  # signs are set, not typed
+    assert "-&gt;" not in shown and not re.search(r">-[.\d]", shown)  # minus signs are typographic
 
 
 def test_a_data_frame(study):
@@ -163,7 +163,7 @@ def test_few_rows_are_said():
 
 
 def mixed(n, seed):
-    """Logits whose classes are mixed up, which a matrix undoes."""
+    """Logits after a mixture of classes, which a matrix inverts."""
     logits, labels = sample(n, seed)
     return logits @ (torch.eye(4, dtype=torch.float64) + 0.6 * torch.eye(4, dtype=torch.float64).roll(1, 0)), labels
 
@@ -225,7 +225,7 @@ def test_mistakes(arguments, error, words):
         fk.compare_calibrators(options.pop("validation"), **options)
 
 
-# -- what a verdict says and saves -----------------------------------------------------------------------------------
+# -- the texts and files of a verdict ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use", ["temperature scaling", "x" * 90, " ".join(["word"] * 70), "y" * 500])

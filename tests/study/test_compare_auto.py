@@ -1,4 +1,4 @@
-"""The calibrator that makes the choice of the comparison, and candidates of other libraries."""
+"""AutoCalibrator, which makes the comparison's choice, and candidates from other libraries."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_auto_is_the_calibrator_it_chose(tmp_path):
 
 
 def test_auto_weights_its_fits_and_its_losses():
-    """Against a direct computation. A weight of 0 equals a missing row, and equal weights equal no weights."""
+    """Compares with a direct computation. A weight of 0 equals a missing row, and equal weights equal no weights."""
     logits, labels = sample(300, 0)
     weight = torch.rand(300, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
     auto = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, weight)
@@ -106,7 +106,7 @@ def test_auto_checks_its_parameters_and_saves_only_ours(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_candidates_of_netcal_probmetrics_and_scikit_learn():
-    """They take probabilities, and so does the comparison then; none of them needs an adapter."""
+    """They take probabilities, so the comparison gets probabilities; none of them needs an adapter."""
     scaling = peer("netcal.scaling")
     calibrators = peer("probmetrics.calibrators")
     linear_model = peer("sklearn.linear_model")

@@ -1,4 +1,4 @@
-"""The comparison of samples in files: its folds, its candidates and its search."""
+"""The comparison of streamed samples: its folds, its candidates and its search."""
 
 import math
 
@@ -78,7 +78,7 @@ def test_streamed_rows_leave_out_what_needs_them_all(shards):
 
 
 def test_streamed_rows_that_are_the_validation_rows_are_called_so(shards, tmp_path):
-    """The same files, or copies of them under other names."""
+    """Tests the same files, and copies of them under other names."""
     for part in range(3):
         for what in ("logits", "labels"):
             (tmp_path / f"test_{what}-{part}.npy").write_bytes((tmp_path / f"val_{what}-{part}.npy").read_bytes())
@@ -92,7 +92,7 @@ def test_streamed_rows_that_are_the_validation_rows_are_called_so(shards, tmp_pa
 
 
 def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
-    """All of them, or a sample; and whether validation and test rows are the same files."""
+    """Checks all labels or a sample of them, and whether validation and test rows are the same files."""
     for part in range(3):
         labels = np.load(tmp_path / f"val_labels-{part}.npy")
         np.save(tmp_path / f"val_labels-{part}.npy", (labels + 1) % 4)

@@ -1,4 +1,4 @@
-"""A sweep on executors: the same bits on all of them, workers that die, files that kill their worker."""
+"""A sweep on executors: bitwise equal results on all of them, workers that die, files that kill their worker."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ from focalkern.study import engines
 from focalkern.study import sweep as sweep_module
 from focalkern.study.sweep import run_sweep, sweep_settings
 
-BAD = 3  # the place of the file that cannot be read
+BAD = 3  # position of the file that cannot be read
 
 
 class Killing:
@@ -38,7 +38,7 @@ class Killing:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Six networks, the fourth of which is a file of the same size that is no network."""
+    """Six files of the same size; the fourth is not a network."""
     monkeypatch.chdir(tmp_path)
     names = [f"{place}.npz" for place in range(6)]
     for place, name in enumerate(names):
@@ -71,7 +71,7 @@ def expected(files):
 
 
 def check(found, files, expected, written):
-    """Five of five, equal, each written once."""
+    """All five results exist, are equal, and are written once."""
     assert found.networks == expected
     assert len(expected) == len(files) - 1
     assert sorted(written) == sorted(f"{network['name']}.json" for network in expected)
@@ -83,7 +83,7 @@ def swept(files, tmp_path, deaths, **options):
 
 
 def test_a_worker_that_dies_once_costs_nothing(files, tmp_path, expected, written):
-    found = swept(files, tmp_path, 1, jobs=2, batch=4)  # the whole batch dies with its worker
+    found = swept(files, tmp_path, 1, jobs=2, batch=4)  # the whole batch is lost with its worker
     check(found, files, expected, written)
     assert found.failed == {files[BAD]: "read after 1 deaths"}
 
@@ -119,7 +119,7 @@ class NoPickle:
 
 
 def test_dask_names_a_task_without_its_settings():
-    """Its name for a call is a hash of what it calls: with pickled settings, each of thousands of tasks takes long."""
+    """dask names a task by hashing the call: with pickled settings, hashing each of thousands of tasks takes long."""
     tokenize = peer("dask.tokenize").tokenize
     one, other = (sweep_module._Task({**sweep_settings(), "labels": NoPickle()}, str, None) for _ in range(2))
     assert tokenize(one, ["a.npz"], 0) == tokenize(one, ["a.npz"], 0)
@@ -152,7 +152,7 @@ def test_records_of_one_file_each_make_the_sweep(files):
     records = [pickle.loads(pickle.dumps(fk.sweep_one))(name) for name in files]
     whole = fk.sweep(files)
     assert fk.Sweep.from_records(records) == whole
-    # A task that was repeated: the record without an error counts.
+    # If a task was repeated, the record without an error counts.
     lost = {"path": files[0], "error": "preempted", "criterion": "nll"}
     assert fk.Sweep.from_records([lost, *records, lost]) == whole
     with pytest.raises(ValueError, match=r"^from_records: records must have one criterion, got nll, brier$"):
@@ -262,7 +262,7 @@ def test_the_command_on_dask(files, run, tmp_path):
 
 
 def test_the_pool_of_many_tasks(tmp_path):
-    """The client's own work: every task once, however many there are."""
+    """The client handles every task once, for any number of tasks."""
     kept = []
     with ThreadPoolExecutor(2) as executor:
         engines.run_tasks(

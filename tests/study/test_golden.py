@@ -1,4 +1,4 @@
-"""The outputs of a study, held against files in tests/study/golden: words, columns, keys exactly; numbers as printed.
+"""The outputs of a study, compared with files in tests/study/golden: words and keys exactly, numbers as printed.
 
 After an intended change, `pytest tests/study/test_golden.py --renew` rewrites them. Review the change as a diff.
 """
@@ -19,17 +19,17 @@ import focalkern as fk
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
 GOLDEN = Path(__file__).with_name("golden")
-# Other widths of vectors and other releases of torch change the last digits of a float64 result, and the search by
+# Other vector widths and other releases of torch change the last digits of float64 results, and the search by
 # derivatives ends within 1e-9 of its optimum.
 RELATIVE, ABSOLUTE = 1e-6, 1e-9
-STEPS = 0.05  # a search by derivatives ends some steps earlier or later with other last digits
+STEPS = 0.05  # with other last digits, a search by derivatives ends a few steps earlier or later
 NUMBER = re.compile(r"\d*\.?\d+(?:e[-+]?\d+)?")
 VOID = {"meta", "img", "wbr", "br", "input"}
 
 
 def write_rows(folder):
     """Over-confident logits of 4 classes, 500 validation rows and 400 test rows, as arrays and as one archive."""
-    random = np.random.RandomState(0)  # its numbers never change
+    random = np.random.RandomState(0)  # a generator whose numbers never change
     arrays = {}
     for part, n in (("val", 500), ("test", 400)):
         logits = (3 * random.standard_normal((n, 4))).round(3)
@@ -60,7 +60,7 @@ FILES = {
 
 
 class Words(HTMLParser):
-    """The text of a page, a line for each element, with what it says in attributes and in the data of its script."""
+    """The text of a page, one line per element, with the texts of attributes and of the script's data."""
 
     def __init__(self, page):
         super().__init__()
@@ -100,7 +100,7 @@ def words_of_page(page):
 
 
 def without_versions(text):
-    """Versions, the time of day and the steps of a search by derivatives are not held."""
+    """Replaces versions, the time, and the number of steps of a search by derivatives, which are not compared."""
     text = re.sub(r"\d+ cells, also off the grid", "SOME cells, also off the grid", text)
     text = text.replace(f"focalkern {fk.__version__}", "focalkern VERSION")
     text = text.replace(f'"focalkern": "{fk.__version__}"', '"focalkern": "VERSION"')
@@ -109,7 +109,7 @@ def without_versions(text):
 
 
 def same_text(found, expected, where):
-    """The same words and spaces; a number may differ by one in the last digit printed."""
+    """Checks for the same words and spaces; a number may differ by one in the last printed digit."""
     found_lines, expected_lines = found.splitlines(), expected.splitlines()
     for number, (one, other) in enumerate(zip(found_lines, expected_lines, strict=False), start=1):
         assert NUMBER.sub("0", one) == NUMBER.sub("0", other), f"{where}, line {number}"
@@ -122,7 +122,7 @@ def same_text(found, expected, where):
 
 
 def last_digit(number):
-    """One in the last place of a printed number; whole numbers are exact."""
+    """The tolerance of a printed number: one in the last digit; whole numbers are exact."""
     digits, _, power = number.partition("e")
     places = len(digits.partition(".")[2])
     return 10.0 ** (int(power or 0) - places) if places or power else 0.0
@@ -141,7 +141,7 @@ def same_json(found, expected, where):
         assert len(found) == len(expected), where
         for place, value in enumerate(expected):
             same_json(found[place], value, f"{where}[{place}]")
-    elif where.endswith(".n_cells") and expected is not None:  # steps of a search by derivatives depend on last digits
+    elif where.endswith(".n_cells") and expected is not None:  # last digits change the steps of a search
         assert found == pytest.approx(expected, rel=0.05), where
     elif isinstance(expected, float):
         assert found == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE), where
@@ -177,7 +177,7 @@ TEXTS = {".csv": csv_of_cells, ".json": json_of}
 
 
 def rounded(value):
-    """Twelve digits, so that a renewal changes only what has changed."""
+    """Rounds to twelve digits, so that a renewal shows only real changes."""
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list):

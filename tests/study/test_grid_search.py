@@ -1,4 +1,4 @@
-"""The search for the lowest ECEs alone, against the whole grid."""
+"""The search for only the lowest ECEs, compared with the whole grid."""
 
 import pytest
 import torch
@@ -20,11 +20,11 @@ def _samples(case: str, n: int = 300, n_classes: int = 4):
     kind = "logits"
     if case == "float32":
         logits = logits.float()
-    elif case == "large":  # float32 would round the differences of the logits away
+    elif case == "large":  # float32 would lose the differences of the logits
         logits += 1e9
     elif case == "probs":
         logits, kind = logits.softmax(-1), "probs"
-    elif case == "ties":  # every confidence is 1 up to T = 5: all cells have the same ECE
+    elif case == "ties":  # every confidence is 1 up to T = 5, so all cells have the same ECE
         logits = (
             1e6 * torch.nn.functional.one_hot((labels + (torch.arange(n) % 5 == 0)) % n_classes, n_classes).double()
         )
@@ -44,7 +44,7 @@ def test_the_lowest_cells_are_those_of_the_whole_grid(case, estimator):
     part = search_grid(samples, _GAMMAS, PAPER_TEMPERATURES, lowest_of=_LOWEST_OF, **options).grid
     finite = part.tables["ece"].isfinite()
     assert torch.equal(part.tables["ece"][finite], whole.tables["ece"][finite])
-    for one in (PAPER_GAMMAS, _GAMMAS):  # focal scaling without gamma = 0 and with it
+    for one in (PAPER_GAMMAS, _GAMMAS):  # focal temperature scaling, without gamma = 0 and with it
         expected, found = (scalings_of_grid(grid, one, "ece", samples) for grid in (whole, part))
         for method, scaling in expected.items():
             ours = found[method]

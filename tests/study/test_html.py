@@ -1,4 +1,4 @@
-"""The page of the report: complete, self-contained, and safe with whatever a file is called."""
+"""The page of the report: complete, self-contained, and safe for any file name."""
 
 import base64
 import contextlib
@@ -68,7 +68,7 @@ def write_logits(path, n=300, n_classes=4):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """(page, folder) of a calibration of a file of the given name, which is in the folder too."""
+    """(page, folder) of a calibration of a file with the given name, which is in the same folder."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
     @functools.cache
@@ -117,7 +117,7 @@ def test_the_page_says_everything(report):
     for row in document["rows"]:
         for part in ("test", "validation"):
             for value in row[part].values():
-                # In the reported rows, the interval stands under the figure.
+                # In the reported rows, the interval is below the number.
                 assert any(cell.partition("\u00b1")[0] == f"{value:.4f}" for cell in page.cells)
     for row in document["rows"]:
         low, high = row["intervals"]["nll"]
@@ -132,7 +132,7 @@ def test_the_page_says_everything(report):
     assert f"Use {document['verdict']['use']}.".replace("->", "\u2192") in page.said
     assert f"{document['rows'][1]['temperature']:.4f}" in page.cells
     assert document["remarks"]
-    # Signs of numbers are set; hyphens in words are not.
+    # Minus signs of numbers are typographic; hyphens in words are not.
     assert all(re.sub(r"(?<= )-(?=\d)", "\u2212", remark) in page.said for remark in document["remarks"])
     for words in (
         f"focalkern {focalkern.__version__}",
@@ -176,12 +176,12 @@ def test_the_bins_of_the_page_are_those_of_the_metrics(report):
 
 
 def test_a_file_name_is_text(report):
-    # Markup, quotes, an entity, a template's placeholders.
+    # Markup, quotes, an entity, a placeholder of a template.
     name = "<script>alert(1)<b>\"'&lt; $title ${body}.npz"
     page, _ = report(name)
     assert name in page.said
     assert "b" not in {tag for tag, _ in page.tags}
-    assert [tag for tag, _ in page.tags].count("script") == 2  # the page's own
+    assert [tag for tag, _ in page.tags].count("script") == 2  # scripts of the page itself
 
 
 def test_a_page_where_nothing_was_chosen(tmp_path, capsys):

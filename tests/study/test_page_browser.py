@@ -1,7 +1,7 @@
-"""The page of the report in a browser, headless Chromium: a cell is chosen, and what appears is what the table says.
+"""The page of the report in headless Chromium: a cell is chosen, and its values equal those of the table.
 
-Needs Debian's chromium and chromium-driver, and selenium from PyPI. Without them the tests are skipped, unless
-FOCALKERN_REQUIRE_PEERS=1 (continuous integration) says that they have to be there.
+Needs Debian's chromium and chromium-driver, and selenium from PyPI. Without them the tests are skipped, or fail with
+FOCALKERN_REQUIRE_PEERS=1 (continuous integration).
 """
 
 import json
@@ -76,7 +76,7 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, folder):
-    """The page, freshly loaded at the size of a desk, with its folded sections open."""
+    """The page, freshly loaded in a desktop window, with its folded sections open."""
     resize(chromium, 1280)
     chromium.get((folder / "report.html").as_uri())
     unfold(chromium)
@@ -129,7 +129,7 @@ def rows_of(folder):
 
 
 def cell_by_hand(folder, gamma, temperature):
-    """Figures in print and the lines of the table of bins, from the file itself."""
+    """The printed metrics and the lines of the table of bins, computed from the file itself."""
     with np.load(folder / "logits.npz") as arrays:
         logits = torch.from_numpy(arrays["test_logits"]).double()
         labels = torch.from_numpy(arrays["test_labels"])
@@ -168,7 +168,7 @@ def test_the_arrow_keys_choose_the_cell_beside(page, folder):
     assert shown(page)["title"] == f"gamma = {row['gamma']:g}, T = {temperature:g}"
     figures, bins = cell_by_hand(folder, row["gamma"], temperature)
     assert {name: shown(page)[name] for name in figures} == figures
-    # The table behind the diagram, and the diagram.
+    # The table below the diagram, and the diagram.
     lines = page.execute_script(
         "return [...document.querySelectorAll('#explorer-bins tr')].map(row => [...row.cells].map(c => c.textContent))"
     )
@@ -204,7 +204,7 @@ def test_the_lowest_cell_of_a_map_is_found(page, folder):
         find(page, "which-map").find_elements(By.TAG_NAME, "option")[index].click()
         find(page, "lowest").click()
     row = next(row for row in rows_of(folder) if (row["method"], row["criterion"]) == ("focal-temperature", "ece"))
-    find(page, "which-map").find_elements(By.TAG_NAME, "option")[3].click()  # by which the ECE-optimal row was chosen
+    find(page, "which-map").find_elements(By.TAG_NAME, "option")[3].click()  # the map of the ECE-optimal row
     assert "ECE (equal_mass) on the 300 validation rows" in find(page, "colours").text
     find(page, "lowest").click()
     assert shown(page)["title"] == f"gamma = {row['gamma']:g}, T = {row['temperature']:g}"
@@ -239,10 +239,10 @@ def test_nothing_is_cut(page, width, mode):
     assert beyond == []
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.execute_script(f"return {overflow}") == 0
-    if width == 320:  # no table scrolls either
+    if width == 320:  # no table scrolls horizontally either
         hidden = "return arguments[0].scrollWidth - arguments[0].clientWidth"
         assert {page.execute_script(hidden, one) for one in page.find_elements(By.CSS_SELECTOR, "div.wide")} == {0}
-    # Dark on light, or light on dark.
+    # Dark text on light, or light on dark.
     luminance = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
     assert (max(page.execute_script(f"return {luminance}")) < 64) == (mode == "dark")
 
@@ -258,7 +258,7 @@ def test_a_wide_picture_is_enlarged_on_a_telephone(page):
     ActionChains(page).move_to_element(image).click().perform()
     assert image.size["width"] == 704
     assert page.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", figure)
-    assert page.execute_script("return document.documentElement.scrollWidth") == 320  # the page stays where it is
+    assert page.execute_script("return document.documentElement.scrollWidth") == 320  # the page itself does not scroll
     page.find_element(By.TAG_NAME, "h1").click()
     assert image.size["width"] <= 320
 
@@ -274,7 +274,7 @@ def test_the_focal_map_of_the_cell_is_drawn_beside_the_learned_curve(page, folde
     def difference():
         return float(find(page, "difference").text.rpartition("at most ")[2].rstrip("."))
 
-    assert "no focal map" in find(page, "difference").text  # the row shown first is a spline
+    assert "no focal map" in find(page, "difference").text  # the row that is shown first is a spline
     assert page.find_elements(By.CSS_SELECTOR, "#explorer-curve .focal") == []
     find(page, "gamma").send_keys(Keys.HOME)
     find(page, "temperature").send_keys(Keys.HOME, *[Keys.ARROW_RIGHT] * 14)

@@ -1,4 +1,4 @@
-"""The whole comparison with the rows of several processes, on the engines that start them."""
+"""The complete comparison with rows of several processes, on the engines that start them."""
 
 import contextlib
 import socket
@@ -38,7 +38,7 @@ def address():
 
 
 def compared(part, rank=0, size=1, place=None):
-    """The comparison on the process of ``rank``: its record on rank 0, None elsewhere."""
+    """Runs the comparison on the process of ``rank``: returns its record on rank 0, None elsewhere."""
     torch.set_num_threads(1)
     with contextlib.closing(Processes(60, rank=rank, size=size, address=place or "")) as processes:
         val, test = (share_rows(*one, processes, name=name) for one, name in zip(part, ("val", "test"), strict=True))
@@ -69,7 +69,7 @@ def test_two_processes_find_what_one_finds():
 
 @needs_distributed
 def test_dask_workers_find_what_one_process_finds(tmp_path):
-    """As docs/howto/large_files.md has it: one task per worker, with the partitions of that worker."""
+    """As in docs/howto/large_files.md: one task per worker, with the partitions of that worker."""
     distributed = peer("distributed")
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "local_directory": str(tmp_path)}
     with distributed.LocalCluster(silence_logs=50, **options) as cluster, distributed.Client(cluster) as client:

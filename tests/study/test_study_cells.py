@@ -1,4 +1,4 @@
-"""The cells of the report's map: each is what the calibrator of its gamma and T does to the reported rows."""
+"""The cells of the report's map: each has the results of the calibrator with its gamma and T on the reported rows."""
 
 import base64
 import json
@@ -82,7 +82,7 @@ def test_a_map_that_would_cost_much_is_thinned_but_keeps_what_was_chosen(monkeyp
     assert every == 10
     assert {0.01, 3.33} <= set(temperatures.tolist())
     assert 50 <= len(temperatures) <= 52
-    # At least a sixteenth of the search, however large the rows are.
+    # At least a sixteenth of the search, for any number of rows.
     monkeypatch.setattr(module, "_NUMBERS", 1)
     assert subsampled_grid(a_grid(512), some_rows(), 15, [])[2] == 16
 

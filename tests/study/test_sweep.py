@@ -1,4 +1,4 @@
-"""Many networks in one go."""
+"""A sweep over many networks."""
 
 import csv
 import importlib.util
@@ -183,7 +183,8 @@ def test_ranks_and_wins_by_hand():
 
 
 def test_of_many_networks_the_screen_shows_both_ends(files, run, monkeypatch):
-    """Three on the screen by ends of one: the largest fall of the NLL and the smallest; the means are of all."""
+    """Of three networks the screen shows one from each end, with the largest and the smallest fall of the NLL; means
+    are over all."""
     everything = run("sweep", *files, "--jobs", "1")[1]
     monkeypatch.setattr(cli_sweep, "_ENDS", 1)
     code, out, err = run("sweep", *files, "nothing.npz", "none.npz", "no.npz", "--jobs", "1")
@@ -212,7 +213,7 @@ def test_progress_in_a_log(capsys):
     for place in range(200):
         progress(f"{place}.npz", place >= 100)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 100 and lines[0] == "2 of 200 networks"  # known ones say nothing of the speed
+    assert len(lines) == 100 and lines[0] == "2 of 200 networks"  # known results do not count for the speed
     # 20 fresh ones when the clock is read for the 60th time.
     assert lines[59] == "120 of 200 networks, 0.167 per second, 0:08:00 left"
     assert lines[-1].endswith("0:00:00 left")
@@ -259,7 +260,7 @@ def test_parquet_has_paths_that_are_no_utf8_and_infinite_figures():
 
 
 def test_parquet_is_written_without_pandas():
-    """pyarrow imports pandas for lists, which takes longer than the rows of hundreds of networks."""
+    """pyarrow imports pandas for lists, which takes longer than to write the rows of hundreds of networks."""
     pytest.importorskip("pyarrow")
     script = (
         "import sys, focalkern as fk; fk.Sweep((), {'a': 'b'}, 'nll').to_parquet(); assert 'pandas' not in sys.modules"
