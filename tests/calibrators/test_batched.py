@@ -21,7 +21,7 @@ def batch():
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_they_are_those_of_one_fit_each(batch, weighted, dtype):
+def test_batched_fits_equal_single_fits(batch, weighted, dtype):
     logits, labels, weight = batch
     logits, weight = logits.to(dtype), weight if weighted else None
     found = fk.fit_temperatures(logits, labels, weight)
@@ -35,7 +35,7 @@ def test_they_are_those_of_one_fit_each(batch, weighted, dtype):
         assert (gamma[b].item(), temperature[b].item()) == (of_one.gamma_, of_one.temperature_)
 
 
-def test_rows_of_weight_zero_are_left_out(batch):
+def test_rows_of_weight_zero_are_excluded(batch):
     logits, labels, weight = batch
     weight[1, ::2] = 0
     logits[1, 0] = math.nan
@@ -60,7 +60,7 @@ def test_no_step_in_gamma_or_temperature_lowers_the_loss(batch):
             assert loss(b, gamma, temperature * factor) > least - 1e-12
 
 
-def test_the_slope_is_zero_there(batch):
+def test_the_derivative_at_the_optimum_is_zero(batch):
     """The derivative of the NLL, computed in torch from the mean of the logits under softmax(z / T)."""
     logits, labels, _ = batch
     for z, y, temperature in zip(logits.double(), labels, fk.fit_temperatures(logits, labels), strict=True):

@@ -76,7 +76,7 @@ def test_the_papers_grid_can_be_asked_for():
 
 
 @pytest.mark.parametrize("cls", BOTH)
-def test_what_came_in_goes_out(cls):
+def test_results_have_the_type_of_the_input(cls):
     logits, target = sample(60)
     calibrator = cls(temperatures=COARSE).fit(logits.numpy(), target.numpy())
     from_tensor = calibrator.predict_proba(logits)
@@ -153,7 +153,7 @@ def test_parameters_in_scikit_learns_shape():
     assert "criterion='nll'" in repr(calibrator)
 
 
-def test_the_border_is_said_and_only_the_border():
+def test_a_fit_warns_at_a_bound_of_the_search_and_only_there():
     logits, target = sample(400, scale=2.0)
     inside = TemperatureScaling(criterion="nll", temperatures=COARSE).fit(logits, target)
     assert inside.at_border_ == ()
@@ -165,7 +165,7 @@ def test_the_border_is_said_and_only_the_border():
     assert one_value.at_border_ == ()
 
 
-def test_choose_takes_the_optimum_of_a_grid_that_is_there():
+def test_choose_takes_the_optimum_of_a_given_grid():
     logits, target = sample(100)
     grid = calibration_grid(logits, target, DEFAULT_GAMMAS, COARSE)
     chosen = FocalTemperatureScaling(temperatures=COARSE, criterion="ece").choose(grid, n_samples=100, n_classes=5)

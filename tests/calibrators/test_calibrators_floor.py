@@ -131,7 +131,7 @@ def test_one_logit_and_labels(kind):
     ],
     ids=repr,
 )
-def test_without_one_the_error_names_it(calibrator, kind):
+def test_without_a_floor_the_error_names_the_argument(calibrator, kind):
     logits, labels = votes()
     with pytest.raises(ValueError, match=rf"{type(calibrator).__name__}: the NLL .* floor=0\.0002 gives every class"):
         with_kind(calibrator, kind).fit(of_kind(logits, kind), labels)

@@ -139,7 +139,7 @@ def test_a_forged_file_predicts_probabilities_or_is_refused(documents, tmp_path)
 
 
 @pytest.mark.parametrize("n_classes", [200_000_000, 2**31, 10**30])
-def test_a_file_that_says_it_is_large_takes_no_memory(documents, n_classes, tmp_path):
+def test_a_file_that_claims_a_large_size_takes_no_memory(documents, n_classes, tmp_path):
     path = tmp_path / "calibrator.json"
     for document in documents:
         forged = copy.deepcopy(document)
@@ -196,7 +196,7 @@ def test_a_table_of_steps_is_no_larger_than_its_file(tmp_path):
         ("temperature", {"fit": {"one_logit": True}}, "expected 2 classes where a row is one logit, found 3"),
     ],
 )
-def test_numbers_that_no_fit_has_are_named(documents, method, change, words, tmp_path):
+def test_numbers_that_no_fit_can_have_are_named(documents, method, change, words, tmp_path):
     document = copy.deepcopy(next(one for one in documents if one["method"] == method))
     for key, value in change.items():
         document[key] = {**document[key], **value} if isinstance(value, dict) else value

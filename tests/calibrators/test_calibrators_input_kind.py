@@ -53,7 +53,7 @@ def test_probabilities_are_refused_unless_logits_was_said(calibrator, dtype):
     assert fitted.predict_proba(probs[:1]).shape == (1, 4)
 
 
-def test_what_is_cloned_is_assumed_and_what_is_loaded_is_not(tmp_path):
+def test_a_clone_checks_the_input_kind_and_a_loaded_calibrator_does_not(tmp_path):
     base = peer("sklearn.base")
     logits, target = sample()
     assert repr(fk.TemperatureScaling()) == repr(fk.TemperatureScaling(input_kind="logits"))
@@ -80,7 +80,7 @@ def said(calibrator, *rows):
 
 
 @every
-def test_percentages_are_said(calibrator):
+def test_percentages_cause_a_warning(calibrator):
     logits, target = sample()
     words = said(copy.deepcopy(calibrator), 100 * logits.softmax(-1), target)
     assert words.count("the rows are non-negative and sum to 100: divide percentages by 100") == 1
@@ -88,7 +88,7 @@ def test_percentages_are_said(calibrator):
 
 @every
 @pytest.mark.parametrize("kind", ["logits", "probs"])
-def test_decisions_are_said(calibrator, kind):
+def test_one_hot_rows_cause_a_warning(calibrator, kind):
     logits, target = sample()
     decisions = torch.eye(4, dtype=torch.float64)[logits.argmax(-1)]
     if kind == "logits":
@@ -103,7 +103,7 @@ def test_decisions_are_said(calibrator, kind):
     assert words.count("every row is one-hot, like a predicted class") == 1
 
 
-def test_one_probability_per_row_and_labels_are_said():
+def test_probabilities_of_heads_cause_a_warning():
     generator = torch.Generator().manual_seed(0)
     margin = torch.randn(200, 2, generator=generator, dtype=torch.float64)
     target = torch.bernoulli(margin.sigmoid(), generator=generator).long()

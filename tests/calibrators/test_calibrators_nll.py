@@ -82,7 +82,7 @@ def test_no_grid_cell_is_better():
     assert abs(analytic.temperature_ - grid.temperature_) <= 0.01
 
 
-def test_what_none_searches():
+def test_search_none_follows_the_other_options():
     logits, target = sample(50)
     for options, search, criterion in [
         ({}, "nll", "nll"),
@@ -198,14 +198,14 @@ def test_anti_informative_data_end_at_the_upper_bound(scale):
 
 
 @pytest.mark.parametrize(("scale", "bound"), [(1e-6, LOW), (1e6, HIGH)])
-def test_an_optimum_beyond_the_bounds_is_said(scale, bound):
+def test_an_optimum_beyond_the_bounds_causes_a_warning(scale, bound):
     logits, target = sample(400, scale=scale)
     calibrator = TemperatureScaling().fit(logits, target)
     assert calibrator.temperature_ == bound
     assert calibrator.at_border_[0].endswith("the optimum lies beyond it")
 
 
-def test_logits_that_say_nothing_keep_the_temperature():
+def test_equal_logits_keep_the_temperature():
     logits, target = torch.full((20, 4), 3.0), torch.arange(20) % 4
     calibrator = TemperatureScaling().fit(logits, target)
     assert calibrator.temperature_ == 1.0

@@ -124,7 +124,7 @@ def test_the_probabilities_are_probmetrics(probmetrics, kind, theirs):
     assert calibrator.predict_proba(new).numpy() == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_solver_is_said_and_saved(probmetrics, tmp_path):
+def test_the_solver_is_reported_and_saved(probmetrics, tmp_path):
     logits, target = sample()
     calibrator = StructuredScaling().fit(logits, target)
     assert calibrator.solver_ == f"probmetrics {importlib.metadata.version('probmetrics')}"
@@ -236,7 +236,7 @@ def test_only_what_cannot_occur_has_probability_zero():
 
 @pytest.mark.parametrize("calibrator", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_what_comes_in_goes_out_saved_and_exported(calibrator, dtype, tmp_path):
+def test_types_files_and_exports(calibrator, dtype, tmp_path):
     logits, target = sample(dtype=dtype)
     calibrator = copy(calibrator).fit(logits, target)
     probs = calibrator.predict_proba(logits)

@@ -130,7 +130,7 @@ def test_the_optimum_does_not_know_the_scale_of_the_weights(scale):
 
 
 @pytest.mark.parametrize("calibrator", [StructuredScaling(solver="lbfgs"), IsotonicCalibration()], ids=repr)
-def test_weights_that_make_many_rows_few_are_said(calibrator):
+def test_weights_that_count_as_few_rows_cause_a_warning(calibrator):
     logits, target = sample()
     fitted = copy(calibrator).fit(logits, target, torch.full((150,), 1 / 150))
     assert any("sum to 1, so the 150 rows count as only 1 (divide" in words for words in fitted.warnings_)

@@ -106,7 +106,7 @@ def test_nll_without_an_optimum_in_t_is_temperature_scaling(labels):
     assert "bound of the search" in calibrator.at_border_[0]
 
 
-def test_nll_where_gamma_says_nothing_keeps_zero():
+def test_nll_keeps_gamma_zero_where_it_is_not_determined():
     """Rows with only two confidences, symmetric to each other, determine only one of the two parameters."""
     logits = torch.tensor([[1.0, -1.0]] * 8, dtype=torch.float64)
     calibrator = FocalTemperatureScaling(search="nll").fit(logits, torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]))
@@ -115,7 +115,7 @@ def test_nll_where_gamma_says_nothing_keeps_zero():
 
 
 @pytest.mark.parametrize(("gamma", "bound", "words"), [(3.0, 0.5, "upper"), (-0.7, -0.3, "lower")])
-def test_a_bound_of_gamma_is_said(gamma, bound, words, monkeypatch):
+def test_a_bound_of_gamma_causes_a_warning(gamma, bound, words, monkeypatch):
     logits, target = sample(5000, 4, gamma=gamma, temperature=1.0)
     monkeypatch.setattr("focalkern.calibrators._newton_search.GAMMA_BOUNDS", (-0.3, 0.5))
     calibrator = FocalTemperatureScaling(search="nll").fit(logits, target)
@@ -195,7 +195,7 @@ def test_brier_without_an_optimum_ends_at_a_bound(labels):
         assert calibrator.best_value_ == pytest.approx(brier(logits, target, 0.0, bound))
 
 
-def test_brier_of_logits_that_say_nothing_keeps_the_temperature():
+def test_brier_keeps_the_temperature_where_it_is_not_determined():
     calibrator = FocalTemperatureScaling(criterion="brier").fit(torch.full((20, 4), 3.0), torch.arange(20) % 4)
     assert (calibrator.gamma_, calibrator.temperature_) == (0.0, 1.0)
     assert calibrator.best_value_ == pytest.approx(0.75)
@@ -248,7 +248,7 @@ def test_line_with_the_papers_temperatures_has_at_most_1500_cells():
     assert calibrator.best_value_ <= plain.best_value_
 
 
-def test_a_line_through_the_end_of_the_temperatures_is_said():
+def test_a_line_through_the_last_temperature_causes_a_warning():
     logits, target = sample(300, 4)
     temperatures = [0.05 * index for index in range(1, 200)]
     whole = FocalTemperatureScaling(search="line", temperatures=temperatures, criterion="nll").fit(logits, target)
@@ -279,7 +279,7 @@ def test_refine_comes_close_to_the_optimum_of_a_smooth_criterion(gamma):
     assert refined.n_cells_ < 700
 
 
-def test_refine_stays_between_the_ends_and_says_where_it_stops():
+def test_refine_stays_within_its_bounds_and_warns_at_one():
     logits, target = sample(500, temperature=4.0)
     options = {"criterion": "nll", "gammas": [0.0], "temperatures": [0.5, 2.0]}
     calibrator = FocalTemperatureScaling(search="refine", **options).fit(logits, target)

@@ -221,7 +221,7 @@ def test_a_class_without_rows_is_named():
 
 @pytest.mark.parametrize("calibrator", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_what_comes_in_goes_out_saved_and_exported(calibrator, dtype, tmp_path):
+def test_types_files_and_exports(calibrator, dtype, tmp_path):
     logits, target = draw(600, 4, scale=3.0)
     logits = logits.to(dtype)
     calibrator = copy(calibrator).fit(logits, target)

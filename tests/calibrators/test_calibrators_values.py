@@ -114,7 +114,7 @@ BAD_PROBS = [
 @pytest.mark.parametrize(
     ("kind", "value", "words"), [("logits", *bad) for bad in BAD_LOGITS] + [("probs", *bad) for bad in BAD_PROBS]
 )
-def test_a_row_that_is_no_distribution_is_named_everywhere(make, kind, value, words):
+def test_a_row_that_is_no_distribution_is_named_by_every_function(make, kind, value, words):
     logits, target = sample()
     input = of_kind(logits, kind)
     calibrator = make(input_kind=kind).fit(input, target)
@@ -141,7 +141,7 @@ def test_a_row_that_is_no_distribution_is_named_everywhere(make, kind, value, wo
 
 
 @kinds
-def test_a_label_that_is_no_number_is_named_everywhere(kind):
+def test_a_label_that_is_no_number_is_named_by_every_function(kind):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(300, 3, generator=generator, dtype=torch.float64)
     target = torch.bernoulli(logits.sigmoid(), generator=generator)

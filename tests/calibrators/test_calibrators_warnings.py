@@ -44,7 +44,7 @@ def said(calibrator, *rows):
 @pytest.mark.parametrize("cls", [TemperatureScaling, FocalTemperatureScaling])
 @pytest.mark.parametrize("criterion", ["nll", "brier"])
 @pytest.mark.parametrize("search", [None, "grid", "refine"])
-def test_nothing_is_said_of_a_good_fit(cls, criterion, search):
+def test_a_good_fit_causes_no_warning(cls, criterion, search):
     axes = {} if search is None else {"temperatures": COARSE}
     assert cls(criterion=criterion, search=search, **axes).fit(*sample()).warnings_ == ()
 
@@ -60,7 +60,7 @@ def test_nothing_is_said_of_a_good_fit(cls, criterion, search):
     ],
     ids=lambda calibrator: type(calibrator).__name__,
 )
-def test_labels_that_cannot_be_right_are_said_once(calibrator):
+def test_unlikely_labels_cause_one_warning(calibrator):
     logits, target = sample(300)
     kept = target < 4
     words = said(calibrator, logits[kept], target[kept] + 1)
@@ -72,7 +72,7 @@ def test_labels_that_cannot_be_right_are_said_once(calibrator):
 
 
 @pytest.mark.parametrize("search", ["grid", "line", "refine"])
-def test_the_border_is_said_and_widening_leaves_it(search):
+def test_a_bound_causes_a_warning_and_widening_passes_it(search):
     # The optimum lies at gamma = 2 and T = 3.
     rows = sample(20_000, gamma=2.0, temperature=3.0)
     options = {"gammas": [0.0, 0.5, 1.0], "temperatures": [0.1 * index for index in range(5, 26)], "search": search}
@@ -128,7 +128,7 @@ def test_an_ece_that_costs_nll_and_brier(network, worse):
     assert FocalTemperatureScaling().fit(logits, labels).warnings_ == ()
 
 
-def test_worse_than_none_is_said_with_figures_and_remedy():
+def test_a_loss_above_no_calibration_is_reported_with_a_remedy():
     logits, target = sample(temperature=1.0)
     calibrator = FocalTemperatureScaling(gammas=[5.0], temperatures=[1.0], criterion="ece")
     words = said(calibrator, logits, target)
@@ -141,7 +141,7 @@ def test_worse_than_none_is_said_with_figures_and_remedy():
     assert "NLL" not in words and "gamma = 0 and temperature = 1 belong into the search" in words
 
 
-def test_less_than_the_noise_is_not_said():
+def test_a_difference_within_noise_causes_no_warning():
     """One grid step from the optimum the loss is higher, but by less than a standard error."""
     logits, target = sample(300, temperature=1.0)
     best = TemperatureScaling().fit(logits, target).temperature_
@@ -154,7 +154,7 @@ def test_less_than_the_noise_is_not_said():
 
 @pytest.mark.parametrize("criterion", ["ece", "brier"])
 @pytest.mark.parametrize("kind", ["logits", "probs"])
-def test_an_impossible_target_is_said(criterion, kind):
+def test_an_impossible_target_causes_a_warning(criterion, kind):
     logits, target = sample(500)
     logits[[3, 8], target[[3, 8]]] = -math.inf
     input = logits if kind == "logits" else logits.softmax(-1)
@@ -165,7 +165,7 @@ def test_an_impossible_target_is_said(criterion, kind):
         assert "infinite" not in " ".join(calibrator.fit_quietly(input.clip(1e-7), target).warnings_)
 
 
-def test_bins_that_are_always_right_are_said():
+def test_bins_that_are_always_right_cause_a_warning():
     logits, target = sample(2000, temperature=1.0)
     logits, target = torch.cat([logits, torch.eye(5, dtype=torch.float64)[target] * 50]), torch.cat([target, target])
     words = said(HistogramBinning(n_bins=4), logits, target)
@@ -173,7 +173,7 @@ def test_bins_that_are_always_right_are_said():
     assert HistogramBinning(n_bins=1).fit(*sample(2000, n_classes=2, temperature=0.1)).warnings_ == ()
 
 
-def test_bins_after_a_scaling_at_its_border_are_said_once():
+def test_bins_after_a_scaling_at_its_bound_cause_one_warning():
     scaling = TemperatureScaling(temperatures=[0.5, 1.0])
     words = said(HistogramBinning(n_bins=1, scaling=scaling), *sample(temperature=3.0))
     assert words.startswith("HistogramBinning: of the scaling, temperature = 1 is the largest that was searched")
@@ -191,7 +191,7 @@ def test_many_labels_are_one_warning():
     assert str(caught[0].message).endswith("and 4 more in warnings_")
 
 
-def test_quietly_is_the_same_fit_without_a_word(tmp_path):
+def test_fit_quietly_is_the_same_fit_without_a_warning(tmp_path):
     logits, _ = sample(100)
     rows = logits, logits.argmax(-1)
     calibrator = TemperatureScaling()

@@ -67,7 +67,7 @@ LONG_TAIL = torch.logspace(0, -2.5, 20)
         (torch.zeros(100, 5), torch.arange(100) % 5),
     ],
 )
-def test_no_false_alarm(logits, labels):
+def test_ordinary_sets_cause_no_warning(logits, labels):
     assert label_problems(logits, labels) == []
 
 
@@ -93,7 +93,7 @@ def test_log_probabilities_are_a_note():
         assert "are log-probabilities" in input_notes(form)[0]
 
 
-def test_the_command_says_them(tmp_path, capsys):
+def test_the_command_prints_them(tmp_path, capsys):
     from focalkern.cli import main
 
     np.savez(tmp_path / "a.npz", val_logits=Z, val_labels=(Y + 1) % 6, test_logits=Z, test_labels=(Y + 1) % 6)

@@ -69,7 +69,7 @@ def test_no_calibration_is_not_eligible_where_it_may_be_infinite():
 
 
 @pytest.mark.parametrize("why", ["has its optimum at a bound of the search", "could not be fitted"])
-def test_what_is_excluded_is_never_chosen_nor_the_measure(why):
+def test_an_excluded_candidate_is_neither_chosen_nor_the_baseline(why):
     found = outcome([1.0] * 4, [0.9] * 4, [0.1] * 4, e2=why)
     assert (found.best, found.chosen) == (1, 1)
     assert found.entries[2].excluded == why
@@ -82,7 +82,7 @@ def test_a_candidate_that_is_worse_than_none_or_infinite_anywhere_is_never_chose
     assert found.entries[2].excluded == "has an infinite NLL in a fold"
 
 
-def test_infinite_without_calibration_too():
+def test_an_infinite_loss_without_calibration():
     found = outcome([math.inf, 1.0], [math.inf, 0.5])
     assert found.chosen == 0
     assert outcome([math.inf, 1.0], [2.0, 0.5]).chosen == 1

@@ -154,7 +154,7 @@ def test_what_is_saved_is_what_was_asked_for(method, criterion, both, run, tmp_p
     assert test["rows"][0]["figures"] == pytest.approx(document["rows"][0]["test"])
 
 
-def test_absurd_figures_fit_into_the_table(tmp_path, run):
+def test_huge_metrics_fit_into_the_table(tmp_path, run):
     logits, labels = sample(400, 0)
     np.savez(tmp_path / "huge.npz", logits=logits.astype(np.float64) * 1e200, labels=labels)
     code, out, err = run("evaluate", tmp_path / "huge.npz")
@@ -163,7 +163,7 @@ def test_absurd_figures_fit_into_the_table(tmp_path, run):
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) < 120
 
 
-def test_few_rows_per_bin_are_said(tmp_path, run):
+def test_few_rows_per_bin_cause_a_note(tmp_path, run):
     logits, labels = sample(6, 0)
     np.savez(tmp_path / "few.npz", logits=logits, labels=labels)
     code, out, err = run("calibrate", tmp_path / "few.npz", *GRID)

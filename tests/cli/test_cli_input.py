@@ -18,7 +18,7 @@ both = cli_cases.both  # fixture
 single = cli_cases.single  # fixture
 
 
-def test_the_same_rows_are_said(single, run):
+def test_the_same_rows_cause_a_note(single, run):
     code, out, _ = run("calibrate", single, *GRID)
     assert code == 0
     assert "test         the same rows" in out

@@ -121,7 +121,7 @@ def test_no_intervals_by_default_where_they_would_take_minutes(both, run, monkey
     assert run_json(run, "calibrate", both, *GRID[:2])["bootstrap"]["resamples"] == 200
 
 
-def test_choices_that_cannot_be_told_apart_are_said(both, run):
+def test_choices_without_a_significant_difference_are_reported(both, run):
     document = run_json(run, "calibrate", both, *INTERVALS)
     focal = row_of(document, "focal-temperature", "ece")
     found = focal["difference"]["figures"]["ece_equal_mass"]

@@ -87,7 +87,7 @@ def test_another_search_and_bins_are_rows_beside_the_grids(options, expected, bo
     assert evaluated["sets"][1]["rows"][1]["figures"] == pytest.approx(row["test"])
 
 
-def test_another_search_and_bins_are_said_in_print(both, run, tmp_path):
+def test_another_search_and_bins_are_printed(both, run, tmp_path):
     code, out, _ = run("calibrate", both, *INTERVALS, "--search", "refine", "--binning", "equal_mass", "--all")
     assert code == 0
     assert re.search(r"\n   focal temperature \(refine\), ECE-optimal +-?\d\.\d{4}  \d\.\d{4} ", out)
@@ -104,7 +104,7 @@ def test_another_search_and_bins_are_said_in_print(both, run, tmp_path):
     assert (last["method"], last["binning"], last["search"], last["gamma"]) == ("histogram", "equal_mass", "", "")
 
 
-def test_what_bins_do_to_predictions_and_nll_is_said(tmp_path, run):
+def test_effects_of_bins_on_predictions_and_nll_are_reported(tmp_path, run):
     # Below the median confidence class 0 is never correct when predicted; above it, always.
     logits = np.tile([[1.0, 0.0, -1.0], [4.0, 0.0, -1.0]], (100, 1))
     labels = np.tile([1, 0], 100)
@@ -124,7 +124,7 @@ def test_what_bins_do_to_predictions_and_nll_is_said(tmp_path, run):
     assert evaluated["sets"][0]["rows"][1]["figures"]["nll"] is not None
 
 
-def test_the_border_of_the_grid_is_said(both, run):
+def test_a_bound_of_the_grid_causes_a_note(both, run):
     document = run_json(run, "calibrate", both, *PAPER[:4], "--temperatures", "0.5:1:0.1", "--gammas", "0")
     words = "temperature = 1 is the largest that was searched; the optimum may lie beyond the border of the grid"
     assert any(words in remark for remark in document["remarks"])
@@ -133,7 +133,7 @@ def test_the_border_of_the_grid_is_said(both, run):
     assert row_of(inside, "temperature", "nll")["at_border"] == []
 
 
-def test_a_disagreement_about_the_nll_is_said(tmp_path, run):
+def test_a_disagreement_of_ece_and_nll_causes_a_note(tmp_path, run):
     """Confidence without information: the ECE is lowest where the NLL is high."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 3, (600,), generator=generator)

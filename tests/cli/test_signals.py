@@ -56,7 +56,7 @@ for kill in range(kills):
 """
 
 
-def test_no_half_file_and_no_mixture_whenever_it_is_stopped(tmp_path):
+def test_a_stop_at_any_moment_leaves_no_partial_and_no_mixed_files(tmp_path):
     command = [
         sys.executable,
         "-c",

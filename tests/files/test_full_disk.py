@@ -135,7 +135,7 @@ def test_a_table_of_the_training_study_that_cannot_be_written(trouble, tmp_path,
 
 @pytest.mark.parametrize("trouble", [full_disk, read_only])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_says_so_in_one_line(command, trouble, tmp_path, monkeypatch, capsys):
+def test_a_command_reports_a_full_disk_in_one_line(command, trouble, tmp_path, monkeypatch, capsys):
     if "report" in command or command == "demo":
         pytest.importorskip("matplotlib")
     rows = files.LogitSet(torch.from_numpy(Z), torch.from_numpy(Y), "logits", "val", "digits")

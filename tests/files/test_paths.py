@@ -18,7 +18,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_names_stand_for(folder):
+def test_names_patterns_and_folders(folder):
     here = ["runs/a.npz", "runs/b_logits.npy", "runs/c.CSV"]
     assert expanded(["runs"]) == here
     assert expanded(["runs/*"]) == here

@@ -61,13 +61,13 @@ def decode(tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
-def test_what_is_known(decode):
+def test_known_instructions_are_decoded(decode):
     assert decode(KNOWN) == ("kernel 528\n", "")
     assert decode(["NOP"], 0x380) == ("kernel 896\n", "")
 
 
 @pytest.mark.parametrize("instruction", UNKNOWN)
-def test_what_is_not_known_is_an_error(decode, instruction):
+def test_unknown_instructions_are_errors(decode, instruction):
     names, error = decode(["NOP", instruction])
     assert names == ""
     assert UNKNOWN[instruction] in error

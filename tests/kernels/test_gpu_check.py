@@ -121,7 +121,7 @@ def test_a_case_that_fails_is_a_row(tmp_path, monkeypatch):
     assert late.note == "not run: out of time"
 
 
-def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch):
+def test_counts_are_printed_beside_measurements(tmp_path, monkeypatch):
     pytest.importorskip("tabulate", reason="tabulate is not installed")
     from benchmarks.speed import gpu as bench_gpu
     from benchmarks.speed import gpu_rows

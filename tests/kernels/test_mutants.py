@@ -23,10 +23,10 @@ def test_text_that_occurs_more_than_once_is_counted():
         assert count == 1 or len({f.nth for f in same}) == count, fault.name
 
 
-def test_redundant_faults_are_there():
+def test_redundant_faults_exist():
     assert set(mutants.REDUNDANT) <= {fault.name for fault in mutants.all_faults()}
 
 
-def test_there_are_enough():
+def test_there_are_enough_faults():
     assert len(mutants.all_faults()) >= 25
     assert {fault.file for fault in mutants.all_faults()} >= {path.name for path in mutants.CUDA.glob("*.cu")}

@@ -151,7 +151,7 @@ def test_ends_stay_where_the_figure_can_be():
         assert found.difference("a", "b", "ece_equal_width").low < 0
 
 
-def test_a_win_is_an_interval_on_the_better_side_of_zero():
+def test_a_better_calibrator_has_an_interval_beyond_zero():
     logits, target = sample(1000)
     probs = {"good": logits.softmax(-1), "bad": (20 * logits).softmax(-1), "same": logits.softmax(-1)}
     correct = {"good": torch.ones(1000), "bad": logits.argmax(-1) == target, "same": torch.ones(1000)}
@@ -164,7 +164,7 @@ def test_a_win_is_an_interval_on_the_better_side_of_zero():
         assert not found.wins("good", "same", figure)
 
 
-def test_words_say_what_the_interval_says():
+def test_texts_follow_the_interval():
     logits, target = sample(1000)
     probs = {
         "T = 1": logits.softmax(-1),
@@ -192,7 +192,7 @@ def test_words_say_what_the_interval_says():
     assert set(NAMES_IN_WORDS) == set(bootstrap.FIGURES)
 
 
-def test_pairing_takes_shared_luck_out_of_the_difference():
+def test_pairing_removes_common_noise_from_the_difference():
     logits, target = sample(2000)
     found = paired_bootstrap({"a": logits.softmax(-1), "b": (1.05 * logits).softmax(-1)}, target, n_resamples=200)
     alone = found.interval("a", "nll")
@@ -200,7 +200,7 @@ def test_pairing_takes_shared_luck_out_of_the_difference():
     assert paired.high - paired.low < (alone.high - alone.low) / 5
 
 
-def test_an_infinite_likelihood_has_no_interval_and_spoils_no_other():
+def test_an_infinite_nll_has_no_interval_and_changes_no_other():
     probs = torch.tensor([[0.7, 0.3], [1.0, 0.0], [0.2, 0.8], [0.6, 0.4]], dtype=torch.float64)
     target = torch.tensor([0, 1, 1, 0])
     found = paired_bootstrap({"a": probs, "b": probs.clamp(0.1, 0.9)}, target, n_resamples=20)

@@ -18,7 +18,7 @@ LEVELS = torch.arange(9, dtype=torch.float64) / 20 + 0.525
 SHARE = torch.arange(1, 10, dtype=torch.float64) / 45
 
 
-def test_intervals_contain_the_truth_as_often_as_they_say():
+def test_intervals_contain_the_truth_at_their_level():
     """120 data sets of known ECE. The number of covering intervals is binomial, with 3 standard deviations allowed."""
     generator = torch.Generator().manual_seed(7)
     n, trials, level = 800, 120, 0.9

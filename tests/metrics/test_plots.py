@@ -157,7 +157,7 @@ def by_hand(bins, level=0.95):
 
 
 @pytest.mark.parametrize("level", [0.95, 0.5])
-def test_the_bands_are_the_quantiles_that_they_say(level):
+def test_the_bands_are_the_quantiles_of_their_level(level):
     bins = some_bins(n=2000, n_bins=5, estimator="equal_mass")
     bands = plots.reliability_bands(bins, level=level, replicates=4000)
     interval, calibrated = by_hand(bins, level)
@@ -227,7 +227,7 @@ def test_the_ridge_and_its_line():
     assert "at the border of the grid: not in the fit" in written
 
 
-def test_nothing_that_is_written_is_cut_at_the_edge():
+def test_no_text_is_cut_at_the_edge():
     # Long equations and a long estimator name, as in every map of the paper's size.
     ridges = some_grid(TABLE)
     grid = CalibrationGrid(

@@ -75,7 +75,7 @@ def test_no_candidate_of_larger_coverage_passes():
     assert chosen.n_accepted == max(passing)
 
 
-def test_the_promise_is_kept():
+def test_the_risk_bound_holds():
     """Rows with known risk: P(wrong | score s) = (1 - s) / 2, so the risk of rows with s >= t is (1 - t) / 4."""
     above, chosen_some = 0, 0
     for _ in range(400):

@@ -143,7 +143,7 @@ def test_a_compiled_graph_ends_at_smoothing(alone):
     assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
 
 
-def test_what_does_not_go_with_ranks(alone):
+def test_arguments_that_ranks_do_not_support(alone):
     x, w, target = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"must be \[C_r, D\] with process_group, got shape \[5, 1, 3\]"):
         fk.linear_focal_loss(x, w.unsqueeze(1), target, process_group=alone)

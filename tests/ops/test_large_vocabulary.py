@@ -83,7 +83,7 @@ def test_the_table_of_times_is_the_recorded_one():
         assert "| " + " | ".join(cells) + " |" in TEXT
 
 
-def test_the_recipe_for_transformers_is_the_pair(tmp_path):
+def test_the_recipe_for_transformers_equals_the_two_operations(tmp_path):
     transformers = peer("transformers")
     peer("accelerate")
     config = transformers.LlamaConfig(

@@ -29,7 +29,7 @@ def compare(x, w, b, target, *arguments, more=(), dtype=None, **options):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("chunk_rows", [None, 4])  # one chunk, or many with an incomplete last one
-def test_it_is_the_pair(device, options, reduction, chunk_rows):
+def test_it_equals_the_two_operations(device, options, reduction, chunk_rows):
     options = {k: v.to(device) if hasattr(v, "to") else v for k, v in options.items()}
     x, w, b, target = problem(device=device)
     compare(x, w, b, target, reduction=reduction, chunk_rows=chunk_rows, **options)
@@ -85,7 +85,7 @@ def test_saturated_rows():
     compare((x.detach() * 1e4).requires_grad_(), w, b, target, chunk_rows=4)
 
 
-def test_what_ignored_rows_hold_does_not_come_through(device):
+def test_values_of_ignored_rows_have_no_effect(device):
     x, w, b, target = problem(device=device)
     with torch.no_grad():
         x[target == -100] = torch.nan if device.type == "cpu" else 1e30

@@ -30,7 +30,7 @@ def passes(monkeypatch):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_value_and_gradients_are_those_of_the_pair(passes, option, reduction):
+def test_value_and_gradients_equal_the_two_operations(passes, option, reduction):
     x, w, b, target = problem(ignored=False)
     options = {**OPTIONS[option], "reduction": reduction}
     found = fk.linear_focal_loss(x, w, target, linear_bias=b, **options)

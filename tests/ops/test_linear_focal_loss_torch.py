@@ -141,7 +141,7 @@ def test_a_steep_inverse_gamma_is_warned_about():
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
-def test_modules_are_the_pair():
+def test_modules_equal_the_two_operations():
     x, _, _, target = problem()
     for module, plain in (
         (fk.LinearFocalLoss(D, C, 1.0, bias=True, softcap=2.0, dtype=torch.float64), fk.FocalLoss(1.0)),

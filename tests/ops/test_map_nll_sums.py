@@ -78,7 +78,7 @@ def test_saturated_rows_have_the_digits_of_mpmath():
                 assert one == pytest.approx(float(other), rel=1e-9, abs=1e-40)
 
 
-def test_what_is_left_out_and_what_a_batch_changes():
+def test_single_networks_nan_and_beta_zero():
     input, target, share = batch(4, rows=300)
     sums, both = map_nll_sums_for(input), numbers(1.0, 2.0)
     whole = sums(input, target, share, None, both, False)

@@ -314,7 +314,7 @@ def test_second_import_of_the_same_copy():
 # ---- the module behind torch's stable ABI ----------------------------------------------------------------------------
 
 
-def test_a_torch_newer_than_any_build_has_kernels(copy_with_stable):
+def test_a_torch_newer_than_all_builds_has_kernels(copy_with_stable):
     (copy_with_stable / "_build_info.py").write_text("MODULES = {'2.9': '2.9.1'}\nCUDA = None\nARCH_LIST = []\n")
     done = run(SMALL_STEP, copy_with_stable.parent, kernels="require")
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ def by_what(lines):
 @pytest.mark.parametrize(
     "part", [part for part in statements.STATEMENTS if part is not statements.relations], ids=lambda part: part.__name__
 )
-def test_what_the_papers_state_holds(part):
+def test_statements_of_the_papers_hold(part):
     lines = list(part())
     assert [line for line in lines if not line.good] == []
     assert any(line.verdict in ("holds", "as printed") for line in lines)

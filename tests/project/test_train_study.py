@@ -71,7 +71,7 @@ def test_a_run_stopped_after_every_epoch_ends_with_the_same_files(digits, adafoc
     assert contents(tmp_path / "seed-0") == contents(adafocal_run.folder)
 
 
-def test_a_killed_process_is_taken_up_again(digits, adafocal_run, tmp_path):
+def test_a_run_resumes_after_its_process_was_killed(digits, adafocal_run, tmp_path):
     script = f"""
 import os, pathlib, signal, torch
 from benchmarks.train_study import data
@@ -163,7 +163,7 @@ def test_settings_are_checked(digits):
             settings(digits, **{name: value})
 
 
-def test_divergence_is_said(digits, tmp_path):
+def test_divergence_is_an_error(digits, tmp_path):
     with pytest.raises(training.DivergedError, match="not finite after 1 epochs"):
         training.run(digits, settings(digits, lr=1e30), "cross-entropy", 0, tmp_path)
 
@@ -177,7 +177,7 @@ def test_the_learning_rate_drops_where_the_papers_drop_it(digits):
 # ---------------------------------------------------------------------------------------------------------------------
 # The records
 # ---------------------------------------------------------------------------------------------------------------------
-def test_the_last_epoch_is_what_the_saved_logits_say(adafocal_run):
+def test_the_last_epoch_follows_from_the_saved_logits(adafocal_run):
     row, logits = adafocal_run.epochs[-1], adafocal_run.logits
     z, labels = logits["test_logits"].double(), logits["test_labels"]
     probs = z.softmax(-1)

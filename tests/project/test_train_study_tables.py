@@ -180,7 +180,7 @@ def test_the_recorded_tables_come_from_the_recorded_rows():
             assert {key: then[key] for key in numbers} == expected
 
 
-def test_the_page_says_what_was_recorded():
+def test_the_page_has_the_recorded_numbers():
     """The page's table, and every number in its sentences."""
     folder = RESULTS / "fashion_mnist"
     read = {path.stem: records.read_csv(path) for path in folder.glob("*.csv")}

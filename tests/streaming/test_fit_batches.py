@@ -113,7 +113,7 @@ def test_the_automatic_choice_of_batches():
     assert any("needs all rows in memory, so it is not chosen" in words for words in every.verdict_.warnings)
 
 
-def test_what_is_no_batch_is_said():
+def test_invalid_batches_are_named():
     logits, target = rows(20)
     spline = fk.SplineScaling()
     with pytest.raises(TypeError, match="batches must be iterated for every pass, got an iterator, list_iterator"):

@@ -152,7 +152,7 @@ def test_brier_is_a_criterion():
     assert "Brier" in study.verdict.use
 
 
-def test_few_rows_are_said():
+def test_few_rows_cause_a_warning():
     study = fk.compare_calibrators(sample(12, 3, temperature=1.3), sample(300, 1), **FAST)
     assert any("rows are few" in warning or "too few" in warning for warning in study.verdict.warnings)
     changing = fk.compare_calibrators(mixed(100, 0), mixed(300, 1), candidates=("spline-matrix",), **FAST)

@@ -189,7 +189,7 @@ def test_a_network_has_one_thread_and_the_process_gets_its_own_back(files, monke
         torch.set_num_threads(before)
 
 
-def test_whatever_a_file_raises_is_its_row(files, monkeypatch):
+def test_any_error_of_a_file_is_its_row(files, monkeypatch):
     def no_memory(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
