@@ -36,9 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 2 after one line on stderr when a file, a value or a missing package stands in the way, 130 after
         Ctrl-C, 143 after SIGTERM.
     """
-    parser = _Parser(
-        prog="focalkern", description="Calibrate classifiers by focal temperature scaling, and see how well it works."
-    )
+    parser = _Parser(prog="focalkern", description="Calibrates trained classifiers and measures the result.")
     parser.add_argument("--version", action="version", version=f"focalkern {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for module in _COMMANDS:

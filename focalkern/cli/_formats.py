@@ -12,8 +12,8 @@ files:
       two files. The labels of val_logits.npy are in val_labels.npy, those of logits.npy in labels.npy (also with probs
       in place of logits). For other names give the file: --labels FILE.npy (--test-labels for --test).
   val-*.npz, folder/, rows.parquet/, @LIST
-      all files that match a pattern (quoted or not), lie in a folder, or are listed in a text file, one per line. Files
-      are read in the order of their names and numbers; .npy, .safetensors and .zarr a few rows at a time. The labels of
+      all files that match a pattern (quoted or not), lie in a folder, or are listed in a text file, one per line. They
+      are read in the order of their names and numbers, .npy, .safetensors and .zarr a few rows at a time. The labels of
       val_logits-3.npy and of val-3.npy are in val_labels-3.npy; for other names give as many files: --labels FILES.
   s3://bucket/val.npz, gs://, hf://, https://
       any URL or pattern that fsspec opens. Install the package of the protocol; give options with

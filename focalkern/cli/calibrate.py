@@ -43,13 +43,13 @@ The validation set chooses the calibrator, the test set measures it:
   VAL holds val_* and test_*   these two sets
   --test TEST                  validation: val_* or the only set of VAL; test: test_* or the only set of TEST
   --split F                    validation: a random share F of the only set of VAL; test: the other rows
-  none of these                one set for both; the metrics are then optimistic, and a note says so
+  none of these                one set for both; the verdict then begins with "Optimistic"
 
 {FORMATS_HELP}
-Data larger than memory: files are read a few rows at a time, in several passes, with a pattern (val_logits-*.npy), with
---stream or --state, in several processes, or above an eighth of the memory. Memory then does not grow with the number
-of rows (except for --split). The search is in float32; the choice among the lowest ECEs and all metrics are in float64.
-Above 524,288 rows the equal-mass ECE is approximate; a note states the error bound.
+Data larger than memory: the command reads files a few rows at a time, in several passes, if they match a pattern
+(val_logits-*.npy), with --stream or --state, in several processes, and above an eighth of the memory. Memory then does
+not grow with the number of rows (except for --split). The search is in float32; the choice among the lowest ECEs and
+all metrics are in float64. Above 524,288 rows the equal-mass ECE is approximate; a note states the error bound.
   torchrun --nproc-per-node 2 -m focalkern calibrate ...   shares the rows between processes, on one machine or more
 
 Output: the verdict in three lines, a table and notes on stdout. With --json stdout has one JSON object, in which
@@ -73,7 +73,7 @@ _GRID = (None, "grid")
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
-        help="say which calibrator to use, and what it costs; save it",
+        help="choose a calibrator, measure it, and save it",
         description="Compares no calibration, temperature scaling and spline scaling (scalar, vector, matrix) by\n"
         "cross-validation on validation rows, recommends one, and prints the metrics of all of them and of\n"
         "focal temperature scaling on test rows.",
@@ -87,8 +87,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--test-labels", metavar="FILE.npy", nargs="+", action=OneOrMany, help="labels of a .npy TEST, or of several"
     )
-    parser.add_argument("--split", type=share, metavar="F", help="this share of the rows is validation rows, 0 < F < 1")
-    parser.add_argument("--seed", type=seed, default=0, help="of the split, the folds and the resamples (default 0)")
+    parser.add_argument("--split", type=share, metavar="F", help="share of the rows for validation, 0 < F < 1")
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="seed of the split, the folds and the resamples (default 0)"
+    )
     parser.add_argument(
         "--bootstrap",
         type=not_negative,
@@ -132,15 +134,15 @@ def add_parser(commands: Any) -> None:
         "--search",
         choices=get_args(Search),
         help="how to find gamma and T of the saved calibrator. nll, brier: by derivatives, the default for these "
-        "losses. grid: the default for the ECE, for other --gammas or --temperatures, with --binning, and for rows "
-        "that are read in parts. refine: from coarse to fine within the bounds of the grid. line: along a line in "
-        "the grid. Each search except grid adds a row to the table",
+        "losses. grid: all cells, the default for the ECE, with --gammas, --temperatures or --binning, and for rows "
+        "read in parts. refine: from coarse to fine within the bounds of the grid. line: along a line in the grid. "
+        "Each search except grid adds a row to the table",
     )
     parser.add_argument(
         "--binning",
         choices=get_args(Binning),
-        help="add histogram binning with --n-bins bins of this kind after the scaling of --method. With --method "
-        "histogram it is used alone (default equal_mass). It adds a row to the table",
+        help="add histogram binning with --n-bins bins of this kind after the scaling of --method; without a scaling "
+        "after --method histogram (default there: equal_mass). It adds a row to the table",
     )
     parser.add_argument(
         "--estimator",
@@ -183,7 +185,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="every estimator in the table, and the ECE-optimal rows",
+        help="also show every estimator of the ECE, and the ECE-optimal rows",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--stream", action="store_true", help="read a few rows at a time, even if they fit into memory")
@@ -201,7 +203,7 @@ def add_parser(commands: Any) -> None:
         type=seconds,
         default=1800.0,
         metavar="SECONDS",
-        help="how long a process of torchrun waits for the others (default 1800)",
+        help="longest time that a process of torchrun waits for the others (default 1800)",
     )
     parser.set_defaults(run=_run)
 

@@ -17,12 +17,14 @@ def add_parser(commands: Any) -> None:
         "card",
         help="write a card for a saved calibrator: data, date, metrics, uses",
         description="Writes a card in Markdown for a calibrator that focalkern calibrate has saved: method, date, "
-        "data, metrics with intervals, what it is for and what not.",
+        "data, metrics with intervals, intended uses and limits.",
         epilog="example:\n  focalkern card calibrator.json --out card.md\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("calibrator", metavar="CALIBRATOR", help="the .json file that calibrate has saved")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write it there in place of printing it")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.md", help="write the card into this file; without it, print the card"
+    )
     parser.set_defaults(run=_run)
 
 

@@ -37,9 +37,13 @@ def add_parser(commands: Any) -> None:
         "network, and the logits. Downloads nothing.",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("demo-report"), metavar="DIR", help="where to write (default ./demo-report)"
+        "--out",
+        type=Path,
+        default=Path("demo-report"),
+        metavar="DIR",
+        help="folder for the results (default ./demo-report)",
     )
-    parser.add_argument("--seed", type=seed_of, default=0, help="of the split and of the training (default 0)")
+    parser.add_argument("--seed", type=seed_of, default=0, help="seed of the split and of the training (default 0)")
     parser.set_defaults(run=_run)
 
 

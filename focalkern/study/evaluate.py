@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from focalkern._checks import short
-from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling
+from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling, RobustTemperatureScaling
 from focalkern.files import InputError, LogitSet
 from focalkern.study.remarks import remarks_on_bins, remarks_on_samples
 from focalkern.study.report.export import finite_or_none
@@ -115,8 +115,10 @@ def evaluate_rows(
 
 
 def _method(calibrator: Calibrator) -> str:
-    """Bins after a scaling go by the name of the scaling."""
+    """The name of the row: of bins after a scaling that of the scaling, and as in the table of a comparison."""
     scaling = scaling_or_none(calibrator.scaling_) if isinstance(calibrator, HistogramBinning) else None
+    if isinstance(calibrator, RobustTemperatureScaling):
+        return "temperature"
     return calibrator.method if scaling is None else scaling.method
 
 

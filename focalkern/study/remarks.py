@@ -34,7 +34,7 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
     if intervals_expected and comparison.intervals is None:
         remedy = f"Pass resamples={DEFAULT_RESAMPLES} to compute them, or resamples=0 to omit this note."
         if not test.keeps_confidences:
-            remedy = "With so many rows they would be narrow."
+            remedy = "With so many rows the intervals would be narrow."
         found.append(
             f"no intervals: for {describe_samples(test)} of {test.n_classes} classes they would take longer than the "
             f"rest of the comparison. {remedy}"
@@ -52,7 +52,8 @@ def remarks_on_samples(samples: Samples) -> list[str]:
         found.append(
             f"{zeros} of the {describe_samples(samples)} {where} give their true class {subject}. The mean NLL is "
             "infinite without calibration and for every gamma and temperature of the grid, because the focal map "
-            "keeps an exact zero. The candidates temperature and spline have a floor, so their NLL is finite."
+            "keeps a probability of exactly 0. The candidates temperature and spline have a floor, so their NLL is "
+            "finite."
         )
     if counted.looks_like_probs:
         found.append(
@@ -184,8 +185,8 @@ def _on_small_differences(comparison: Comparison, intervals: Intervals, chosen: 
     difference = intervals.difference(place, name)
     if baseline is not None and difference is not None and not same_calibrator and not difference.excludes_zero:
         found.append(
-            f"{chosen.label} and {comparison.results[baseline].label} cannot be told apart by their ECE ({estimator}) "
-            f"on the test rows: the difference is {difference.estimate:+.4f}, and its {level} interval, "
+            f"{chosen.label} and {comparison.results[baseline].label} cannot be distinguished by their ECE "
+            f"({estimator}) on the test rows: the difference is {difference.estimate:+.4f}, and its {level} interval, "
             f"{difference.low:+.4f} to {difference.high:+.4f}, contains 0."
         )
     floors = intervals.floors[place]

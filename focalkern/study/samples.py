@@ -362,18 +362,18 @@ def wants_streaming(paths: Sequence[str | None]) -> bool:
 
 
 def describe_samples(samples: Samples | LogitSet) -> str:
-    """``5000 validation rows``."""
+    """``5,000 validation rows``."""
     name = {"val": "validation ", "test": "test "}.get(samples.name, "")
-    return f"{len(samples)} {name}rows"
+    return f"{len(samples):,} {name}rows"
 
 
 def describe_source(samples: Samples, name: str = "") -> str:
-    """``5000 rows of 10 classes, logits: logits.npz``; ``name`` takes the place of the first two words."""
+    """``5,000 rows of 10 classes, logits: logits.npz``; ``name`` takes the place of the first two words."""
     part = f" ({samples.part})" if samples.part else ""
-    subject = name or f"{len(samples)} rows"
+    subject = name or f"{len(samples):,} rows"
     return f"{subject}{part} of {samples.n_classes} classes, {samples.kind}: {samples.source}"
 
 
 def describe_test(test: Samples, same_samples: bool) -> str:
-    """``on 5000 test rows``."""
-    return f"on {len(test)} {'validation' if same_samples else 'test'} rows"
+    """``on 5,000 test rows``."""
+    return f"on {len(test):,} {'validation' if same_samples else 'test'} rows"

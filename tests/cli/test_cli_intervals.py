@@ -126,13 +126,13 @@ def test_choices_without_a_significant_difference_are_reported(both, run):
     focal = row_of(document, "focal-temperature", "ece")
     found = focal["difference"]["figures"]["ece_equal_mass"]
     assert found["verdict"] == "undecided"
-    (remark,) = [remark for remark in document["remarks"] if "cannot be told apart" in remark]
+    (remark,) = [remark for remark in document["remarks"] if "cannot be distinguished" in remark]
     assert f"{found['low']:+.4f} to {found['high']:+.4f}, contains 0" in remark
     said = any("within chance of a perfectly calibrated model" in remark for remark in document["remarks"])
     assert said == (focal["bias_floor"]["ece_equal_mass"]["p_value"] > 0.05)
     # For the same cell twice, no difference is reported.
     same = run_json(run, "calibrate", both, *INTERVALS, "--gammas", "0")
-    assert not any("cannot be told apart" in remark for remark in same["remarks"])
+    assert not any("cannot be distinguished" in remark for remark in same["remarks"])
     assert row_of(same, "focal-temperature", "ece")["difference"]["figures"]["nll"]["estimate"] == 0
 
 
@@ -150,5 +150,5 @@ def test_a_choice_that_is_better_beyond_noise_gets_its_mark(tmp_path, run):
     focal = document["rows"][document["chosen"]]
     assert focal["gamma"] == 5.0
     assert focal["difference"]["figures"]["nll"]["verdict"] == "better"
-    assert not any("cannot be told apart" in remark for remark in document["remarks"])
+    assert not any("cannot be distinguished" in remark for remark in document["remarks"])
     assert any("within chance of a perfectly calibrated model" in remark for remark in document["remarks"])

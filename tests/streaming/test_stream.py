@@ -51,7 +51,9 @@ def test_more_rows_than_confidences_are_kept_of(folder, run, monkeypatch, estima
             assert found["test"][name] == pytest.approx(value, abs=off)
     code, _, err = run("calibrate", *files[1], *GRID, "--bootstrap", "50")
     assert code == 2 and "test_logits-*.npy: expected --bootstrap 0, or at most" in err
-    assert any("With so many rows they would be narrow" in remark for remark in result(run, *files[1])["remarks"])
+    assert any(
+        "With so many rows the intervals would be narrow" in remark for remark in result(run, *files[1])["remarks"]
+    )
 
 
 def test_one_file_split_and_the_same_rows(folder, run):

@@ -104,7 +104,7 @@ def make_page(
     if intervals is not None:
         all_scores.append(_difference_table(comparison, intervals, everything))
     if not comparison.same_samples:
-        caption = f"Metrics on the {len(comparison.validation)} validation rows (optimistic: used for fitting)."
+        caption = f"Metrics {on_validation(comparison)} (optimistic: used for fitting)."
         all_scores.append(_score_table(comparison, "validation", caption, everything))
     remarks = [*map(sentence, comparison.verdict.warnings), *comparison.remarks]
     caption = f"Metrics {test}. The shaded row is the recommended one."

@@ -211,5 +211,5 @@ def describe_search(comparison: Comparison) -> str:
 
 
 def on_validation(comparison: Comparison) -> str:
-    """``on the 5000 validation rows``."""
-    return f"on the {len(comparison.validation)} validation rows"
+    """``on the 5,000 validation rows``."""
+    return f"on the {len(comparison.validation):,} validation rows"
