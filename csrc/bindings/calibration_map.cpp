@@ -4,7 +4,7 @@
 //   calibration_map_backward   -> (grad_input, grad_gamma, grad_temperature), empty where not needed
 //   calibration_map_composite  -> output   in differentiable torch operations, by focalkern.fallback
 //
-// `kind` says what the input is: rows of logits, rows of probabilities, or one logit each (the binary map). The
+// `kind` is the kind of the input: rows of logits, rows of probabilities, or one logit each (the binary map). The
 // backward pass needs only the arguments. Derivatives of higher order, torch.func transforms and forward-mode tangents
 // go through calibration_map_composite.
 

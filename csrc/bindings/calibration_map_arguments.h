@@ -40,8 +40,7 @@ c10::SymDimVector leading_shape(const Tensor& input, int64_t kind) {
   return shape;
 }
 
-// ---- checks of shapes and types, for real and for fake tensors alike
-// ---------------------------------------------------
+// ---- checks of shapes and types, for real and for fake tensors alike ------------------------------------------------
 
 void check_parameter(const char* op, const char* name, const Tensor& parameter, const Tensor& input, int64_t kind) {
   TORCH_CHECK_TYPE(parameter.is_floating_point(), op, ": ", name, " must be a number or a floating-point tensor, got ",

@@ -89,8 +89,8 @@ struct MmceFunction : torch::autograd::Function<MmceFunction> {
   }
 };
 
-// Returns nothing if torch's operations must compute the loss, which also report invalid batches: for anything but
-// labels and logits on the CPU, and where more than this function's autograd is active.
+// Returns nothing if torch's operations must compute the loss: for inputs other than labels and logits on the CPU, and
+// if a transform or a forward-mode tangent is active. Those operations also report invalid batches.
 OptionalTensor mmce_loss(const Tensor& input, const Tensor& target, double coefficient, bool weighted, double bandwidth,
                          int64_t reduction, int64_t ignore_index) {
   const auto labels = target.scalar_type();

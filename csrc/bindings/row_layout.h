@@ -14,7 +14,7 @@ namespace focalkern::bindings {
 // must be copied.
 template <typename Tensor>
 std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim, bool with_images) {
-  if (tensor.numel() == 0) return RowLayout{1, 0, 1, 1};  // its strides say nothing
+  if (tensor.numel() == 0) return RowLayout{1, 0, 1, 1};  // any stride is possible
   struct Run {
     int64_t size;
     int64_t stride;

@@ -20,8 +20,8 @@
 namespace focalkern::bindings {
 namespace {
 
-// The dispatcher's arguments of the forward pass (and of the composite), and of the backward pass, packed: for every
-// dispatch key.
+// The dispatcher passes arguments one by one. `unpacked` packs those of the forward pass (and of the composite) and
+// calls the function; `unpacked_backward` does so for the backward pass. Every dispatch key uses them.
 template <auto function>
 auto unpacked(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
               const OptionalTensor& weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
@@ -87,7 +87,7 @@ struct FocalLossFunction : torch::autograd::Function<FocalLossFunction> {
     ctx->save_for_backward(std::move(variables));
     ctx->saved_data["options"] = c10::IValue::make_capsule(std::move(stored));
     ctx->mark_non_differentiable({saved});
-    ctx->set_materialize_grads(false);  // or a zero gradient of `saved` would be filled in for every backward pass
+    ctx->set_materialize_grads(false);  // avoids a zero gradient of `saved` per backward pass
     return {loss, saved};
   }
 

@@ -156,7 +156,7 @@ void check_labels_on_device(const char* op, const Tensor& target, int64_t classe
 
 // ---- from tensors to kernel arguments ------------------------------------------------------------------------------
 
-// Copies that the kernels' contract asks for are kept alive here; tensors that fit are taken as they lie.
+// Keeps copies alive that the kernels require; tensors that fit are used in place.
 template <typename Scalar>
 struct Prepared {
   Tensor input, target, gamma, edges, weight;

@@ -67,7 +67,7 @@ struct Cpu {
     dispatch_loss(options.kind, [&](auto formula) {
       using Loss = decltype(formula);
       at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
-        // Backwards: what the forward pass read last may still be in the cache, and the gradient evicts the rest first.
+        // Runs backwards: the rows that the forward pass read last may still be in the cache.
         for (int64_t i = end - 1; i >= begin; --i) {
           cpu::row_loss_backward<Loss>(args, i * chunk_rows, std::min(args.rows, (i + 1) * chunk_rows));
         }

@@ -1,11 +1,11 @@
 // The losses of one logit: argument checks, kernel calls, autograd and the eager entry. They are one operator, told
 // apart by `kind`.
 //
-//   sigmoid_loss_forward   -> (loss, divisor)   divisor = [1]: what the mean was divided by, or 1
+//   sigmoid_loss_forward   -> (loss, divisor)   divisor = [1]: the divisor of the mean, or 1
 //   sigmoid_loss_backward  -> (grad_input, grad_target, grad_gamma, grad_second), empty where not needed
 //   sigmoid_loss_composite -> loss              in differentiable torch operations, by focalkern.fallback
 //
-// `scores` come with labels: the target at the label's class, which is 1 without scores.
+// `scores` belong to labels: each is the target at its label's class. Without scores it is 1.
 // `second` is gamma_positive for the asymmetric loss and alpha for the others; without it a loss has no alpha.
 // `constant` is the margin of the asymmetric loss and the floor of IA-BCE; for the varifocal and the matchability loss
 // it is 1 if p^gamma is a constant for the gradient, else 0. Derivatives of higher order, torch.func transforms and
@@ -23,8 +23,8 @@
 namespace focalkern::bindings {
 namespace {
 
-// The dispatcher's arguments of the forward pass (and of the composite), and of the backward pass, packed: for every
-// dispatch key.
+// The dispatcher passes arguments one by one. `unpacked` packs those of the forward pass (and of the composite) and
+// calls the function; `unpacked_backward` does so for the backward pass. Every dispatch key uses them.
 template <auto function>
 auto unpacked(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& second,
               const OptionalTensor& weight, const OptionalTensor& scores, int64_t kind, double constant,
@@ -64,7 +64,7 @@ Tensor composite_loss(const Inputs& inputs, const Options& options) {
 // each.
 struct SavedOptions : torch::CustomClassHolder {
   Options options;
-  Tensor gamma, second, weight;  // where they are numbers on the host, which nothing differentiates
+  Tensor gamma, second, weight;  // if they are numbers on the host, without gradients
 };
 
 struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {

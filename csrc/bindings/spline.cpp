@@ -1,7 +1,7 @@
 // Sums for the fit of spline scaling: tensors of a calibrator's rows to kernel arguments, chunks added up in order.
 //
-// Without autograd and argument checks: a calibrator calls them with checked rows. Parameters lie on the host in
-// float64; what belongs to rows lies with the input, on the CPU or a CUDA device.
+// Without autograd and argument checks: a calibrator calls them with checked rows. Parameters are on the host, in
+// float64. Tensors with an entry per row are on the device of the input, CPU or CUDA.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
@@ -22,7 +22,7 @@ namespace {
 Tensor wide(const Tensor& tensor) { return tensor.to(at::kDouble).contiguous(); }
 Tensor wide(const Tensor& tensor, const at::Device& device) { return tensor.to(device, at::kDouble).contiguous(); }
 
-// Rows of a calibrator with what their tensors hold.
+// The rows of a calibrator: tensors, and the kernel arguments that point to them.
 struct Rows {
   Rows(const char* op, const Tensor& input, const OptionalTensor& target, const Tensor& weight, double temperature,
        double floor, bool is_probs)
@@ -54,7 +54,7 @@ struct Rows {
   SplineTargets targets{};
 };
 
-// A curve with what its tensors hold; basis [m + 1, 4, m].
+// A curve: tensors, and the kernel arguments that point to them; basis [m + 1, 4, m].
 struct Curve {
   Curve(const char* op, const Tensor& knots, const Tensor& basis, const Tensor& values, const Tensor& input)
       : knots(wide(knots, input.device())), basis(wide(basis)) {
@@ -111,7 +111,7 @@ cpu::SplineCurveSums curve_sums_cuda(const Rows& of, const Curve& curve, const S
   launch_spline(cuda::spline_curve_sums, fit_on_device(of, curve, scores), basis.const_data_ptr<double>(),
                 means.mutable_data_ptr<double>(), memory.sums, memory.scratch);
   const Tensor products = at::mm(means.mul(of.weight.unsqueeze(1)).t(), means);
-  const Tensor found = at::cat({memory.of_threads.sum(1), products.reshape(-1)}).cpu();  // one wait
+  const Tensor found = at::cat({memory.of_threads.sum(1), products.reshape(-1)}).cpu();  // one synchronisation
   const double* from = found.const_data_ptr<double>();
   cpu::SplineCurveSums sums;
   sums.nll = from[0];
@@ -154,7 +154,7 @@ std::tuple<double, Tensor, Tensor> curve_sums(const Tensor& input, const Tensor&
   return {sums.back().nll, gradient, hessian};
 }
 
-// Results of the linear sums for C classes; of_weight and of_bias lie with the input.
+// Results of the linear sums for C classes; of_weight and of_bias are on the device of the input.
 struct LinearSums {
   double nll, x;
   std::vector<double> moments;  // [m + 1, 4]

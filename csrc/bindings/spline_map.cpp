@@ -73,7 +73,7 @@ struct SplineMapFunction : torch::autograd::Function<SplineMapFunction> {
     std::array<bool, kTensors> needed{};
     for (int i = 0; i < kTensors; ++i) needed[i] = saved[i].defined() && ctx->needs_input_grad(i);
     if (c10::GradMode::is_enabled()) {
-      // The gradient is itself to be differentiated. Aliases, so that a hook on the user's tensor fires once.
+      // The gradient must be differentiable. Because of the aliases, a hook on the user's tensor fires only once.
       std::vector<Tensor> sources;
       for (const auto& tensor : saved) sources.push_back(tensor.defined() ? at::alias(tensor) : Tensor());
       const Tensor output = composite_op().call(sources[0], sources[1], sources[2], sources[3], optional(sources[4]),

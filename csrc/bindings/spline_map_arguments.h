@@ -22,7 +22,7 @@ void check_arguments(const Tensor& input, const Tensor& parameters, const Tensor
   check_floating(kOp, "input", input);
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) >= 2, kOp,
                     ": input must be [..., C] with C >= 2, got shape ", input.sym_sizes());
-  // Those of a calibrator's module lie on the device of its input.
+  // The parameters of a calibrator's module are on the device of its input.
   const auto is_wide = [&](const Tensor& tensor) {
     return tensor.scalar_type() == at::kDouble && (tensor.device().is_cpu() || tensor.device() == input.device());
   };

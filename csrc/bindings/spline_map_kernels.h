@@ -274,7 +274,7 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& p
     sums.add_(memory.of_threads.sum(1));
     if (by_class) of_classes.add_(memory.of_classes.sum(0));
   });
-  // Parameters and their gradients lie on the host.
+  // Parameters and their gradients are on the host.
   const Tensor host = sums.cpu(), of_curve = host.slice(0, cuda::kSplineOfRows).reshape({m + 1, 4}).contiguous();
   const Tensor positions_host = coefficients.contiguous();
   const SplineCurve on_host{m, nullptr, positions_host.const_data_ptr<double>()};

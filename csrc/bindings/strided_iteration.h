@@ -44,8 +44,8 @@ class StridedIteration {
     return operand;
   }
 
-  // The space, and the strides of all operands in the order in which they were added. False if they need more than
-  // kMaxDims.
+  // Sets the space, and the strides of the operands in the order in which they were added. Returns false if they need
+  // more than kMaxDims.
   bool finish(ElementSpace* space, const std::vector<Operand*>& operands, int* class_dim) {
     space->size = like_.numel();
     space->dims = 1;
@@ -92,7 +92,7 @@ class StridedIteration {
   }
 
   const Tensor& like_;
-  bool flat_ = false;  // contiguous, so far: one dim
+  bool flat_ = false;  // true while all tensors are contiguous; they then have one dim
   int64_t class_dim_ = -1;
   std::vector<int64_t> order_;  // dims of more than one element, outermost first
   std::vector<Tensor> kept_;

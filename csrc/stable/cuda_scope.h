@@ -7,7 +7,7 @@
 
 namespace focalkern::stable {
 
-// The device of a tensor for as long as this lives, and its current stream.
+// Makes the device of a tensor the current one during its lifetime, and has its current stream.
 class CudaScope {
  public:
   explicit CudaScope(const Tensor& tensor) : guard_(tensor.get_device_index()) {
