@@ -127,7 +127,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         build_of_torch = "a CUDA build" if torch.version.cuda else "a CPU-only build"
         print(
-            f"gpu_check: torch {torch.__version__} ({build_of_torch}) sees no GPU: nothing was checked", file=sys.stderr
+            f"gpu_check: torch {torch.__version__} ({build_of_torch}) finds no GPU: nothing was checked",
+            file=sys.stderr,
         )
         return NO_GPU
     arguments.out = arguments.out.resolve()

@@ -77,7 +77,7 @@ def kernel_command(tools: str = "") -> list[str | Path]:
 
 
 def link(target: Path, objects: Sequence[Path], *flags: str | Path, tools: str = "") -> None:
-    # $ORIGIN: the libraries lie next to the modules. -s: strips all symbols that dynamic linking does not need.
+    # $ORIGIN: the libraries are next to the modules. -s: strips all symbols that dynamic linking does not need.
     command = [f"{tools}g++", "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}"]
     run([*command, *flags, "-o", target])
 

@@ -57,7 +57,7 @@ def python_parts() -> dict[Path, Path]:
 
 
 def hub_module(text: str, depth: int) -> str:
-    """The text of a module of focalkern, rewritten for the Hub; it lies ``depth`` folders below the kernel's root."""
+    """The text of a module of focalkern, rewritten for the Hub; it is ``depth`` folders below the kernel's root."""
     tree, result, dots = ast.parse(text), text.encode(), "." * (depth + 1)
     starts = [0]
     for line in result.splitlines(keepends=True):

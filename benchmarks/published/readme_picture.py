@@ -1,7 +1,7 @@
 """python -m benchmarks.published.readme_picture: the README's reliability diagrams, before and after calibration.
 
-Draws the recorded bins, for light and for dark pages, wide and narrow, into docs/_static. --logits DIR records the bins
-anew first: of two published networks, one over-confident and one under-confident, calibrated by AutoCalibrator on
+Draws the recorded bins, for light and for dark pages, wide and narrow, into docs/_static. --logits DIR first records
+the bins again: of two published networks, one over-confident and one under-confident, calibrated by AutoCalibrator on
 validation rows (a random half where a file has one set only), on the other rows.
 """
 

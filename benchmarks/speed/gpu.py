@@ -267,7 +267,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300, help="no further case begins after this (default 300)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench_gpu: torch sees no GPU", file=sys.stderr)
+        print("bench_gpu: torch finds no GPU", file=sys.stderr)
         return 3
     run(arguments.out, time.monotonic() + arguments.seconds)
     print(markdown(arguments.out))

@@ -219,7 +219,7 @@ def from_focal_to_inverse(rows: Sequence[Row]) -> Figure | None:
 
 
 def roc_curves(runs: Sequence[Run], temperatures: Sequence[Row]) -> Figure | None:
-    """[3]: how well confidence tells out-of-distribution inputs, before and after temperature scaling."""
+    """[3]: how well confidence detects out-of-distribution inputs, before and after temperature scaling."""
     names = sorted({name for run in runs for name in run.out_of_distribution})
     losses = [loss for loss in STYLES if any(run.loss == loss for run in runs)]
     if not names or not losses:

@@ -170,7 +170,7 @@ def outside_table(scores: Sequence[Row], epochs: int) -> str:
 
 
 def _signs(pairs: Sequence[Row], score: str) -> str:
-    """- and + for each seed whose interval of the difference to cross-entropy lies below, above 0."""
+    """A - for each seed whose interval of the difference to cross-entropy is below 0, a + for each above 0."""
     below = sum(pair[f"{score}_high"] < 0 for pair in pairs)
     above = sum(pair[f"{score}_low"] > 0 for pair in pairs)
     return "−" * below + "+" * above

@@ -304,7 +304,7 @@ class _Run:
             write_atomically(self.folder / name, stream.getvalue())
         records.write_csv(self.folder / "epochs.csv", self.epochs)
         records.write_csv(self.folder / "bins.csv", self.bins)
-        # Last: its presence says that the run is complete.
+        # Written last: a run with this file is complete.
         write_atomically(self.folder / "run.json", (json.dumps(self.about, indent=2) + "\n").encode())
         self.checkpoint.unlink(missing_ok=True)
 

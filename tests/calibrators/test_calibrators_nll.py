@@ -182,7 +182,7 @@ def test_rows_with_one_possible_class_are_sure_of_it():
 def test_a_tie_at_the_top_is_separable_too():
     logits = torch.tensor([[2.0, 2.0, 0.0], [0.0, 1.0, 5.0]])
     calibrator = TemperatureScaling().fit(logits, torch.tensor([1, 2]))
-    # No temperature gives a mean confidence above (1/2 + 1) / 2, which is what two rows justify.
+    # No temperature gives a mean confidence above (1/2 + 1) / 2, the limit for two rows.
     assert calibrator.temperature_ == LOW
     assert calibrator.best_value_ == pytest.approx(math.log(2) / 2)
 

@@ -22,7 +22,7 @@ def cross_entropy_samples(device, dtype):
         yield sample.desc, *sample.forward_input.args, sample.constructor_input.kwargs
 
 
-# float32 and float64 are what torch tests its own loss with.
+# torch tests its own loss in float32 and float64.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gamma_0_is_cross_entropy_on_every_sample_that_torch_ships(device, dtype):
     # One number, and one number per row: gamma reaches the kernel in these two ways.

@@ -51,7 +51,7 @@ SOFT_CASES = [
     for classes in (10, 100, 1000)
     for gamma in gammas
 ] + [("smoothed", classes, "bfloat16", "2") for classes in (10, 100, 1000)]
-# The losses of independent logits, 80 classes: what a detector's head has.
+# The losses of independent logits, 80 classes, as in the head of a detector.
 ELEMENT_CASES = [
     (loss, dtype, target)
     for loss in ("focal", "asymmetric")
