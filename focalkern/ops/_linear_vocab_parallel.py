@@ -20,7 +20,7 @@ from focalkern.ops._vocab_slices import (
     slopes,
     statistics,
 )
-from focalkern.ops._vocab_soft import Shares, SoftRows, soft_gradients, soft_losses
+from focalkern.ops._vocab_soft import Shares, SoftRows, Terms, soft_gradients, soft_losses
 
 __all__ = [
     "NOTHING",
@@ -98,6 +98,7 @@ def chunks_over_ranks(
     kept = split.counts.nonzero().squeeze(1) if looks and target is None else None
     head = Head(input, linear_weight, linear_bias, options.dtype, options.chunk_rows, needed[:3], kept, options.scale)
     shares, z_loss = Shares(target, class_weights, needed[3], row_weights), settings.z_loss
+    terms = Terms.of(settings, gamma, gamma is not None) if soft else None
     losses = torch.zeros(len(input), dtype=torch.float64, device=input.device)
     of_gamma, upstream = torch.zeros_like(losses), torch.ones_like(losses) if upstream is None else upstream
     grad_target = None if target is None or not needed[3] else torch.zeros_like(target, dtype=torch.float64)
@@ -110,12 +111,12 @@ def chunks_over_ranks(
         _cap_(z, options.softcap)
         statistic: RowStatistics | None = None
         if state is None:
-            of_row = gamma if gamma is None or gamma.dim() == 0 else gamma[where]
-            if soft:
-                losses[where], soft_rows, of_gamma[where] = soft_losses(z, here, some, of_row, settings)
+            if terms is not None:
+                losses[where], soft_rows, of_gamma[where] = soft_losses(z, here, some, terms.at(where), z_loss)
                 result[:, where] = torch.stack(soft_rows)
             else:
                 statistic = statistics(z, here)
+                of_row = gamma if gamma is None or gamma.dim() == 0 else gamma[where]
                 loss, slope, rise = slopes(statistic.margin, of_row, settings)
                 if z_loss:
                     loss = loss + z_loss * torch.where(here.counts, statistic.lse, 0.0).square()
@@ -126,9 +127,8 @@ def chunks_over_ranks(
         if not any(needed):
             continue
         known, scaled = result[:, where], upstream[where] * options.scale
-        if soft:
-            of_row = gamma if gamma is None or gamma.dim() == 0 else gamma[where]
-            for block, grad, of_target in soft_gradients(z, here, some, SoftRows(*known), of_row, settings, scaled):
+        if terms is not None:
+            for block, grad, of_target in soft_gradients(z, here, some, SoftRows(*known), terms.at(where), scaled):
                 if grad_target is not None and of_target is not None:
                     grad_target[where][block] = of_target.div_(options.scale)
                 _overwrite(z, block, grad, options.softcap)

@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from focalkern.gamma import GammaTable
 from focalkern.ops._collectives import all_reduce
 from focalkern.ops._linear_chunks import blocks
-from focalkern.ops._vocab_slices import Settings, Split, refuse_second_derivatives, slopes
+from focalkern.ops._row_kernels import Settings as KernelSettings
+from focalkern.ops._row_kernels import losses_of_margins
+from focalkern.ops._vocab_slices import Settings, Split, refuse_second_derivatives
 
-__all__ = ["Shares", "SoftLosses", "SoftRows", "soft_gradients", "soft_losses"]
+__all__ = ["Shares", "SoftRows", "Terms", "soft_gradients", "soft_losses", "soft_losses_of_slices"]
 
 
 class Shares(NamedTuple):
@@ -33,17 +36,57 @@ class Shares(NamedTuple):
     row_weight: Tensor | None  # [n] weights of the rows in the mean and in the z-loss
 
     @classmethod
-    def of(cls, target: Tensor | None, weight: Tensor | None, classes: int, split: Split) -> "Shares":
+    def of(
+        cls, target: Tensor | None, weight: Tensor | None, classes: int, split: Split, needs_target: bool = False
+    ) -> "Shares":
         """The shares of this rank's slice; ``weight`` [C] has the classes of all ranks."""
         rows = split.row_weights(None if target is not None else weight, torch.float64)
         if weight is None:
-            return cls(target, None, False, rows)
+            return cls(target, None, needs_target, rows)
         here = weight[split.offset + torch.arange(classes, device=weight.device)]
-        return cls(target, here, False, rows)
+        return cls(target, here, needs_target, rows)
 
     def at(self, rows: slice | Tensor) -> "Shares":
         target, weight = (None if t is None else t[rows] for t in (self.target, self.row_weight))
         return Shares(target, self.weight, self.needs_target, weight)
+
+
+class Terms(NamedTuple):
+    """The settings of the terms l(p)."""
+
+    gamma: Tensor  # [], [n], or [n_bins] of a table
+    edges: Tensor | None  # [n_bins + 1] of a table
+    needs_gamma: bool  # whether the derivative in gamma is wanted
+    kind: int
+    label_smoothing: float
+    detach_modulation: bool
+
+    @classmethod
+    def of(cls, settings: Settings, gamma: Tensor | None, needs_gamma: bool) -> "Terms":
+        """``gamma`` [] or [n] replaces the gamma of the settings."""
+        edges, values = None, settings.gamma if gamma is None else gamma
+        if isinstance(values, GammaTable):
+            edges, values = values.edges, values.gammas.detach()
+        elif not isinstance(values, Tensor):
+            values = torch.zeros((), dtype=torch.float64) + values  # and no constant of a compiled graph
+        needs_gamma = needs_gamma and not settings.detach_modulation  # the derivative of a constant is 0
+        return cls(values, edges, needs_gamma, settings.kind, settings.label_smoothing, settings.detach_modulation)
+
+    def at(self, rows: slice | Tensor) -> "Terms":
+        per_row = self.edges is None and self.gamma.dim() > 0
+        return self._replace(gamma=self.gamma[rows]) if per_row else self
+
+    def slopes(self, margin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """l, dl/dd and dl/dgamma, all [n, C_r], of classes with d = log(1 - p) - log p."""
+        gamma: Tensor | GammaTable = self.gamma.detach()
+        if self.edges is not None:
+            gamma = GammaTable._unchecked(self.edges, self.gamma)
+        elif self.needs_gamma or self.gamma.dim() > 0:
+            of_row = self.gamma.detach().double()
+            gamma = (of_row.unsqueeze(1) if of_row.dim() > 0 else of_row).expand_as(margin).reshape(-1)
+        kernel = KernelSettings(-100, 0.0, self.detach_modulation, kind=self.kind)
+        found = losses_of_margins(margin.reshape(-1), gamma, kernel, self.needs_gamma)
+        return found[0].reshape(margin.shape), found[1].reshape(margin.shape), found[2].reshape(margin.shape)
 
 
 class SoftRows(NamedTuple):
@@ -54,43 +97,44 @@ class SoftRows(NamedTuple):
     log_u_top: Tensor  # log(1 - p) of the largest logit
     slope: Tensor  # G
 
+    def at(self, rows: slice | Tensor) -> "SoftRows":
+        return SoftRows(*(values[rows] for values in self))
+
 
 def soft_losses(
-    z: Tensor, split: Split, shares: Shares, gamma: Tensor | None, settings: Settings
+    z: Tensor, split: Split, shares: Shares, terms: Terms, z_loss: float
 ) -> tuple[Tensor, SoftRows, Tensor]:
-    """Losses, the numbers for the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk. ``gamma``, [] or
-    [n], replaces the gamma of the settings."""
+    """Losses, the numbers for the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk."""
     rows = _softmax(z, split.group)
+    if torch.compiler.is_compiling():
+        sums = torch.ops.focalkern.vocab_soft_sums(z, *_flat(split, shares, rows, terms))
+    else:
+        sums = _sums_of_slice(z, split, shares, rows, terms)
+    losses, slope_sum, of_gamma = all_reduce(sums, "sum", split.group).unbind()
+    if z_loss and shares.row_weight is not None:
+        lse = torch.where(split.counts, rows.top + rows.log_total, 0.0)
+        losses = losses + z_loss * shares.row_weight * lse.square()
+        slope_sum = slope_sum - 2 * z_loss * shares.row_weight * lse
+    return losses, SoftRows(*rows[:3], slope_sum), of_gamma
+
+
+def _sums_of_slice(z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms) -> Tensor:
+    """The slice's part [3, n] of the losses, of G and of dL/dgamma."""
     sums = torch.zeros(3, len(z), dtype=torch.float64, device=z.device)
     for block in blocks(z) if z.shape[1] else ():
-        here = SoftRows(*(values[block] for values in rows))
-        of_gamma = None if gamma is None else gamma.detach().expand(len(z))[block]
-        sums[0, block], slope, _, sums[2, block] = _terms(
-            z[block], split.at(block), shares.at(block), here, of_gamma, settings
-        )
+        of_block = (split.at(block), shares.at(block), rows.at(block), terms.at(block))
+        sums[0, block], slope, _, sums[2, block] = _terms(z[block], *of_block)
         sums[1, block] = slope.sum(1)
-    losses, slope_sum, of_gamma = all_reduce(sums, "sum", split.group)
-    if settings.z_loss and shares.row_weight is not None:
-        lse = torch.where(split.counts, rows.top + rows.log_total, 0.0)
-        losses = losses + settings.z_loss * shares.row_weight * lse.square()
-        slope_sum = slope_sum - 2 * settings.z_loss * shares.row_weight * lse
-    return losses, rows._replace(slope=slope_sum), of_gamma
+    return sums
 
 
 def soft_gradients(
-    z: Tensor,
-    split: Split,
-    shares: Shares,
-    rows: SoftRows,
-    gamma: Tensor | None,
-    settings: Settings,
-    upstream: Tensor,
+    z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms, upstream: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """The gradients of the slice's logits and class probabilities, block by block, in float64."""
     for block in blocks(z) if z.shape[1] else ():
-        here = SoftRows(*(values[block] for values in rows))
-        of_gamma = None if gamma is None else gamma.detach().expand(len(z))[block]
-        _, slope, of_target, _ = _terms(z[block], split.at(block), shares.at(block), here, of_gamma, settings)
+        here = rows.at(block)
+        _, slope, of_target, _ = _terms(z[block], split.at(block), shares.at(block), here, terms.at(block))
         p = ((z[block].double() - here.top.unsqueeze(1)) - here.log_total.unsqueeze(1)).exp()
         scale = upstream[block].unsqueeze(1)
         grad = torch.where(scale == 0, 0.0, scale * (slope - p * here.slope.unsqueeze(1)))
@@ -99,6 +143,21 @@ def soft_gradients(
 
 def _softmax(z: Tensor, group: Any) -> SoftRows:
     """The normalisation of the softmax over the classes of all ranks (``slope`` is 0)."""
+    local = torch.ops.focalkern.vocab_soft_softmax if torch.compiler.is_compiling() else _softmax_of_slice
+    top, rest = local(z)
+    largest = all_reduce(top.clone(), "max", group)
+    # `rest` excludes this rank's largest logit. Add it to the others unless it is the largest of all ranks.
+    scale = torch.where(top == -torch.inf, 0.0, (top - largest).exp())
+    holds = top == largest
+    sums = torch.stack([rest * scale + torch.where(holds, 0.0, scale), holds.double()])
+    others, holders = all_reduce(sums, "sum", group).unbind()
+    others = others + (holders - 1.0)
+    log_total = others.log1p()
+    return SoftRows(largest, log_total, others.log() - log_total, torch.zeros_like(top))
+
+
+def _softmax_of_slice(z: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row, in float64: the largest logit, and the sum of exp(z_j - that) over the other classes."""
     top = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
     rest = torch.zeros_like(top)
     for block in blocks(z) if z.shape[1] else ():
@@ -108,19 +167,11 @@ def _softmax(z: Tensor, group: Any) -> SoftRows:
         # top * 0 carries a NaN into the sum, because a reduction by MAX may drop it.
         rest[block] = shifted.scatter(1, where.unsqueeze(1), -torch.inf).exp().sum(1) + top[block] * 0.0
         rest[block] = torch.where(top[block] == -torch.inf, 0.0, rest[block])
-    largest = all_reduce(top.clone(), "max", group)
-    # `rest` excludes this rank's largest logit. Add it to the others unless it is the largest of all ranks.
-    scale = torch.where(top == -torch.inf, 0.0, (top - largest).exp())
-    holds = top == largest
-    sums = torch.stack([rest * scale + torch.where(holds, 0.0, scale), holds.double()])
-    others, holders = all_reduce(sums, "sum", group)
-    others = others + (holders - 1.0)
-    log_total = others.log1p()
-    return SoftRows(largest, log_total, others.log() - log_total, torch.zeros_like(top))
+    return top, rest
 
 
 def _terms(
-    z: Tensor, split: Split, shares: Shares, rows: SoftRows, gamma: Tensor | None, settings: Settings
+    z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """For a block: the slice's part of the losses [n], s [n, C_r], and the derivatives in the class probabilities
     [n, C_r] (None if not needed) and in gamma [n]."""
@@ -128,13 +179,11 @@ def _terms(
     logits = z.double()
     log_p = (logits - top) - log_total
     log_u = torch.where(logits == top, log_u_top, torch.log1p(-log_p.exp()))
-    of_class = None if gamma is None else gamma.double().unsqueeze(1).expand_as(log_p).reshape(-1)
-    found = slopes((log_u - log_p).reshape(-1), of_class, settings)
-    loss, of_margin, of_gamma = (values.reshape(log_p.shape) for values in found)
+    loss, of_margin, of_gamma = terms.slopes(log_u - log_p)
     # d log p / dd = -u. If u underflows to 0, so do all other p_j, and s - p G cancels for any s.
     u = log_u.exp()
     of_log_p = torch.where(u > 0, -of_margin / u, torch.where(of_margin.isnan(), of_margin, 0.0))
-    e, target = settings.label_smoothing, shares.target
+    e, target = terms.label_smoothing, shares.target
     if target is None:
         columns = torch.arange(z.shape[1], device=z.device)
         target = ((columns == split.label.unsqueeze(1)) & split.owned.unsqueeze(1)).double()
@@ -152,40 +201,154 @@ def _terms(
     return losses, torch.where(none & ~of_log_p.isnan(), 0.0, share * of_log_p) + nan.unsqueeze(1), of_target, sums
 
 
-class SoftLosses(torch.autograd.Function):
-    """Losses [N] in float64 from this rank's slice of the logits, for soft targets."""
+def soft_losses_of_slices(
+    logits: Tensor,
+    target: Tensor | None,
+    gamma: Tensor | None,
+    split: Split,
+    weight: Tensor | None,
+    settings: Settings,
+) -> Tensor:
+    """Losses [N] in float64 from this rank's slice of the logits, differentiable in logits, target and gamma. ``gamma``
+    [] or [N] replaces the gamma of the settings."""
+    records = torch.is_grad_enabled()
+    needs_target = records and target is not None and target.requires_grad
+    shares = Shares.of(target, weight, logits.shape[1], split, needs_target)
+    terms = Terms.of(settings, gamma, records and gamma is not None and gamma.requires_grad)
+    # In single arguments, of which a compiled graph knows which are tensors.
+    found: Tensor = _SoftLosses.apply(logits, *shares, *terms, settings.op, settings.z_loss, *split)  # type: ignore[no-untyped-call]
+    return found
 
+
+class _SoftLosses(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor | None,
-        gamma: Tensor | None,
-        split: Split,
-        weight: Tensor | None,
-        settings: Settings,
-    ) -> Tensor:
-        shares = Shares.of(target, weight, logits.shape[1], split)
-        losses, ctx.rows, of_gamma = soft_losses(logits, split, shares, gamma, settings)
-        ctx.save_for_backward(logits, target, gamma, of_gamma)
-        ctx.split, ctx.weight, ctx.settings = split, shares.weight, settings
+    def forward(ctx: Any, logits: Tensor, *arguments: Any) -> Tensor:
+        shares, terms, (op, z_loss) = Shares(*arguments[:4]), Terms(*arguments[4:10]), arguments[10:12]
+        split = Split(*arguments[12:])
+        losses, rows, of_gamma = soft_losses(logits, split, shares, terms, z_loss)
+        ctx.save_for_backward(
+            logits, shares.target, shares.weight, terms.gamma, terms.edges, of_gamma, *split[1:], *rows
+        )
+        ctx.op, ctx.needs_target, ctx.terms = op, shares.needs_target, tuple(terms[2:])
         return losses
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        refuse_second_derivatives(ctx.settings.op)
-        logits, target, gamma, of_gamma = ctx.saved_tensors
-        needs_target = target is not None and ctx.needs_input_grad[1]
-        shares = Shares(target, ctx.weight, needs_target, None)
-        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        grad_target = torch.empty_like(target) if needs_target else None
-        for block, part, of_target in soft_gradients(
-            logits, ctx.split, shares, ctx.rows, gamma, ctx.settings, upstream
-        ):
-            grad[block] = part.to(grad.dtype)
-            if grad_target is not None and of_target is not None:
-                grad_target[block] = of_target.to(grad_target.dtype)
-        grad_gamma = None
-        if gamma is not None and ctx.needs_input_grad[2]:
-            grad_gamma = (upstream * of_gamma).sum_to_size(gamma.shape).to(gamma.dtype)
-        return grad, grad_target, grad_gamma, None, None, None
+        refuse_second_derivatives(ctx.op)
+        logits, target, weight, gamma, edges, of_gamma, *others = ctx.saved_tensors
+        split, rows = Split(None, *others[:7]), SoftRows(*others[7:])
+        shares, terms = Shares(target, weight, ctx.needs_target, None), Terms(gamma, edges, *ctx.terms)
+        if torch.compiler.is_compiling():
+            flat = _flat(split, shares, rows, terms)
+            grad, of_target = torch.ops.focalkern.vocab_soft_gradient(upstream, rows.slope, logits, *flat)
+        else:
+            grad, of_target = _gradients_of_slice(upstream, logits, split, shares, rows, terms)
+        of_number = (upstream * of_gamma).sum_to_size(gamma.shape).to(gamma.dtype) if terms.needs_gamma else None
+        return grad, of_target if ctx.needs_target else None, None, None, None, of_number, *(None for _ in range(15))
+
+
+def _gradients_of_slice(
+    upstream: Tensor, z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """The gradients of logits and class probabilities; that of the latter is empty if it is not needed."""
+    grad = torch.empty_like(z, memory_format=torch.contiguous_format)
+    of_shares = z.new_empty(0) if shares.target is None or not shares.needs_target else torch.empty_like(shares.target)
+    for block, part, of_target in soft_gradients(z, split, shares, rows, terms, upstream):
+        grad[block] = part.to(grad.dtype)
+        if of_target is not None:
+            of_shares[block] = of_target.to(of_shares.dtype)
+    return grad, of_shares
+
+
+# ---- the parts of a slice as operators, which a compiled graph holds instead of their blocks -------------------------
+
+
+def _flat(split: Split, shares: Shares, rows: SoftRows, terms: Terms) -> tuple[Any, ...]:
+    """The arguments of the operators after the logits."""
+    of_split = (split.label, split.owned, split.counts, split.legal, split.classes)
+    return *of_split, *shares[:3], *rows[:3], *terms
+
+
+def _unflat(*flat: Any) -> tuple[Split, Shares, SoftRows, Terms]:
+    label, owned, counts, legal, classes, target, weight, needs_target, top, log_total, log_u_top, *of_terms = flat
+    split = Split(None, label, label, owned, counts, legal, classes, classes)
+    shares = Shares(target, weight, needs_target, None)
+    return split, shares, SoftRows(top, log_total, log_u_top, top), Terms(*of_terms)
+
+
+@torch.library.custom_op("focalkern::vocab_soft_softmax", mutates_args=())
+def _softmax_operator(z: Tensor) -> tuple[Tensor, Tensor]:
+    return _softmax_of_slice(z)
+
+
+@_softmax_operator.register_fake
+def _(z: Tensor) -> tuple[Tensor, Tensor]:
+    rows = z.new_empty(z.shape[:1], dtype=torch.float64)
+    return rows, torch.empty_like(rows)
+
+
+@torch.library.custom_op("focalkern::vocab_soft_sums", mutates_args=())
+def _sums_operator(
+    z: Tensor,
+    label: Tensor,
+    owned: Tensor,
+    counts: Tensor,
+    legal: Tensor,
+    classes: Tensor,
+    target: Tensor | None,
+    weight: Tensor | None,
+    needs_target: bool,
+    top: Tensor,
+    log_total: Tensor,
+    log_u_top: Tensor,
+    gamma: Tensor,
+    edges: Tensor | None,
+    needs_gamma: bool,
+    kind: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    of_split, of_rows = (label, owned, counts, legal, classes), (top, log_total, log_u_top)
+    of_terms = (gamma, edges, needs_gamma, kind, label_smoothing, detach_modulation)
+    return _sums_of_slice(z, *_unflat(*of_split, target, weight, needs_target, *of_rows, *of_terms))
+
+
+@_sums_operator.register_fake
+def _(z: Tensor, *flat: Any) -> Tensor:
+    return z.new_empty(3, z.shape[0], dtype=torch.float64)
+
+
+@torch.library.custom_op("focalkern::vocab_soft_gradient", mutates_args=())
+def _gradient_operator(
+    upstream: Tensor,
+    slope: Tensor,
+    z: Tensor,
+    label: Tensor,
+    owned: Tensor,
+    counts: Tensor,
+    legal: Tensor,
+    classes: Tensor,
+    target: Tensor | None,
+    weight: Tensor | None,
+    needs_target: bool,
+    top: Tensor,
+    log_total: Tensor,
+    log_u_top: Tensor,
+    gamma: Tensor,
+    edges: Tensor | None,
+    needs_gamma: bool,
+    kind: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> tuple[Tensor, Tensor]:
+    of_split, of_rows = (label, owned, counts, legal, classes), (top, log_total, log_u_top)
+    of_terms = (gamma, edges, needs_gamma, kind, label_smoothing, detach_modulation)
+    split, shares, rows, terms = _unflat(*of_split, target, weight, needs_target, *of_rows, *of_terms)
+    return _gradients_of_slice(upstream, z, split, shares, rows._replace(slope=slope), terms)
+
+
+@_gradient_operator.register_fake
+def _(upstream: Tensor, slope: Tensor, z: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
+    target, needs_target = flat[5], flat[7]
+    of_target = z.new_empty(0) if target is None or not needs_target else torch.empty_like(target)
+    return torch.empty_like(z, memory_format=torch.contiguous_format), of_target

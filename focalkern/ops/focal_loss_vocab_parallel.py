@@ -24,7 +24,7 @@ from focalkern.ops._vocab_slices import (
     slice_of,
     statistics,
 )
-from focalkern.ops._vocab_soft import SoftLosses
+from focalkern.ops._vocab_soft import soft_losses_of_slices
 
 __all__ = [
     "extras_of",
@@ -133,9 +133,8 @@ def focal_loss_vocab_parallel(
 
     Returns:
         The loss, scalar or of the leading shape, in the dtype of ``logits`` (float32 for half-precision ones under
-        autocast). Differentiable once, in ``logits``, ``gamma`` and class probabilities. For labels without smoothing
-        ``torch.compile`` keeps it in one graph (``fullgraph=True``); for other targets it breaks the graph. With
-        ``return_stats=True`` a :class:`LossWithStats` (loss, stats).
+        autocast). Differentiable once, in ``logits``, ``gamma`` and class probabilities. ``torch.compile`` keeps it in
+        one graph (``fullgraph=True``). With ``return_stats=True`` a :class:`LossWithStats` (loss, stats).
 
     Raises:
         TypeError, ValueError: as :func:`focal_loss`; on the CPU also a ValueError if ranks pass different shapes.
@@ -232,11 +231,8 @@ def loss_of_slices(
     if soft or label_smoothing:
         of_rows = gammas if isinstance(gammas, Tensor) else None
         shares = target.reshape(rows.shape) if soft else None
-        apply: Any = SoftLosses.apply
-        if torch.compiler.is_compiling():
-            apply = torch.compiler.disable(apply)
         statistic: RowStatistics | None = None
-        losses = apply(rows, shares, of_rows, split, weight, settings)
+        losses = soft_losses_of_slices(rows, shares, of_rows, split, weight, settings)
     else:
         statistic = statistics_of(rows, op, split, z_loss != 0)
         # Ignored rows may hold NaN, and the derivative of 0 * NaN would be NaN.

@@ -27,17 +27,20 @@ class TestOneProcess:
 
     @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    @pytest.mark.parametrize("kind", ["mean", "sum", "smoothing", "probabilities"])
     @pytest.mark.parametrize("dim", [0, 1])
-    def test_compiles_into_one_graph(self, mesh, dim, reduction):
+    def test_compiles_into_one_graph(self, mesh, dim, kind):
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         torch._dynamo.reset()
         z = DTensor.from_local(torch.randn(4, 6), mesh, [Shard(dim)]).requires_grad_()
         target = DTensor.from_local(torch.randint(6, (4,)), mesh, [Shard(0) if dim == 0 else Replicate()])
+        if kind == "probabilities":
+            target = DTensor.from_local(torch.rand(4, 6), mesh, [Shard(dim)])
+        options = {"reduction": "sum" if kind == "sum" else "mean", "label_smoothing": 0.1 * (kind == "smoothing")}
 
         def loss(z, target):
-            return fk.focal_loss(z, target, gamma=2.0, reduction=reduction)
+            return fk.focal_loss(z, target, gamma=2.0, **options)
 
         expected = loss(z, target)
         found = torch.compile(loss, fullgraph=True, backend="aot_eager")(z, target)

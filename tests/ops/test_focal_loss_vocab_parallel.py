@@ -146,6 +146,28 @@ def in_training(rank, world):
     return out
 
 
+def compiled(rank, world):
+    """Graphs over ranks, by name: the loss and gradients of compiled and of plain calls."""
+    out, begin = {}, sum(slices(world)[:rank])
+    x, w, b, target, _ = problem("mean", world)
+    z = F.linear(x, w, b)
+    part = slice(begin, begin + slices(world)[rank])
+    for name, wanted in (("labels", target), ("smoothing", target), ("probabilities", z.softmax(-1)[..., part])):
+        options = {"label_smoothing": 0.1 * (name == "smoothing")}
+        torch._dynamo.reset()
+
+        def loss(z, options=options, wanted=wanted):
+            return fk.focal_loss_vocab_parallel(z, wanted, 1.5, **options)
+
+        results = []
+        for function in (torch.compile(loss, fullgraph=True, backend="aot_eager"), loss):
+            leaf = z[..., part].clone().requires_grad_()
+            found = function(leaf)
+            results.append([found.detach(), *torch.autograd.grad(found, leaf)])
+        out[name] = results
+    return out
+
+
 def process(rank, world, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
@@ -159,6 +181,7 @@ def process(rank, world, folder):
     if world == 2:
         out["dtensor"] = with_dtensor(rank, world)
         out["training"] = in_training(rank, world)
+        out["compiled"] = compiled(rank, world)
     torch.save(out, f"{folder}/{rank}.pt")
     dist.barrier()  # no rank leaves while another may still communicate with it
     dist.destroy_process_group()
@@ -331,6 +354,16 @@ def test_data_parallel_and_fully_sharded_training(ranks):
         for name in ("ddp", "fsdp"):
             for gradient, expected in zip(found[name], found["expected"], strict=True):
                 assert_close(gradient, expected)
+
+
+def test_compiled_graphs_reduce_over_ranks(ranks):
+    world, results = ranks
+    if world != 2:
+        pytest.skip("once is enough")
+    for result in results:
+        for found, expected in result["compiled"].values():
+            for value, wanted in zip(found, expected, strict=True):
+                assert_close(value, wanted)
 
 
 def test_a_rank_that_does_not_answer_is_an_error_after_the_timeout(tmp_path):

@@ -84,30 +84,42 @@ COMPILED = {
     "table": {"gamma": TABLE},
     "weights": {"weight": torch.linspace(0, 2, 40), "reduction": "none"},
     "confidence": {"gamma": 1.0, "modulation": "confidence", "reduction": "sum"},
+    "smoothing": {"label_smoothing": 0.1, "weight": torch.linspace(0, 2, 40)},
+    "smoothing, table, none": {"label_smoothing": 0.3, "gamma": TABLE, "reduction": "none"},
+    "probabilities": {"soft": True, "gamma": torch.tensor(1.5, requires_grad=True)},
+    "probabilities, DFT": {"soft": True, "gamma": 1.0, "modulation": "confidence", "detach_modulation": True},
+    "gamma per row": {"label_smoothing": 0.1, "gamma": torch.linspace(-1, 3, 7).requires_grad_()},
 }
+Z_LOSSES = {"z-loss": {"z_loss": 0.1}, "z-loss, smoothing": {"z_loss": 0.1, "label_smoothing": 0.1}}
 
 
 # Dynamo reads .grad of the inputs and outputs of the graphs.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [*COMPILED, *Z_LOSSES])
 def test_compiles_into_one_graph(alone, name):
-    options = COMPILED[name]
+    options = dict({**COMPILED, **Z_LOSSES}[name])
     z, target = torch.randn(7, 40, requires_grad=True), torch.randint(40, (7,))
+    if options.pop("soft", False):
+        target = torch.rand(7, 40).softmax(1).requires_grad_()
+    leaves = [z, *(t for t in (target, options.get("gamma")) if isinstance(t, torch.Tensor) and t.requires_grad)]
+
+    def loss(function, z, target):
+        return function(z * 2, target, **options) + 1
+
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda z: fk.focal_loss_vocab_parallel(z * 2, target, **options) + 1, fullgraph=True, backend="aot_eager"
+        lambda z, target: loss(fk.focal_loss_vocab_parallel, z, target), fullgraph=True, backend="aot_eager"
     )
-    found, expected = compiled(z), fk.focal_loss(z * 2, target, **options) + 1
+    found, expected = compiled(z, target), loss(fk.focal_loss, z, target)
     assert_close(found, expected)
-    assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
+    for gradient, wanted in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
+        assert_close(gradient, wanted)
 
 
 HEADS = {
     **COMPILED,
     "number, none": {"reduction": "none"},
-    "smoothing": {"label_smoothing": 0.1, "weight": torch.linspace(0, 2, 40)},
-    "probabilities": {"soft": True, "gamma": torch.tensor(1.5, requires_grad=True)},
     "capped": {"softcap": 2.0, "chunk_rows": 3},
 }
 
@@ -130,17 +142,6 @@ def test_a_head_compiles_into_one_graph(alone, name):
     assert_close(found, expected)
     for gradient, wanted in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
         assert_close(gradient, wanted)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_graph_ends_at_smoothing(alone):
-    z, target = torch.randn(7, 40, requires_grad=True), torch.randint(40, (7,))
-    torch._dynamo.reset()
-    options = {"label_smoothing": 0.1}
-    compiled = torch.compile(lambda z: fk.focal_loss_vocab_parallel(z * 2, target, **options) + 1, backend="eager")
-    found, expected = compiled(z), fk.focal_loss(z * 2, target, **options) + 1
-    assert_close(found, expected)
-    assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
 
 
 def test_arguments_that_ranks_do_not_support(alone):
