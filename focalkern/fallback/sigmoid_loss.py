@@ -18,7 +18,7 @@ from focalkern.fallback._checks import (
 )
 from focalkern.fallback._compile import compilable
 
-__all__ = ["NAMES", "check_arguments", "check_range", "sigmoid_loss", "sigmoid_loss_composite"]
+__all__ = ["NAMES", "check_arguments", "check_range", "check_scores", "sigmoid_loss", "sigmoid_loss_composite"]
 
 NAMES = (  # operator, gamma, second
     ("sigmoid_focal_loss", "gamma", "alpha"),
@@ -123,7 +123,7 @@ def check_arguments(
     check_floating(op, "input", input)
     _check_target(op, input, target)
     if scores is not None:
-        _check_scores(op, input, target, scores, kind)
+        check_scores(op, input, target, scores, kind)
     for name, value in ((gamma_name, gamma), (second_name, second), ("weight", weight)):
         if not isinstance(value, Tensor):
             continue
@@ -161,7 +161,7 @@ def _check_target(op: str, input: Tensor, target: Tensor) -> None:
         )
 
 
-def _check_scores(op: str, input: Tensor, labels: Tensor, scores: Tensor, kind: int) -> None:
+def check_scores(op: str, input: Tensor, labels: Tensor, scores: Tensor, kind: int) -> None:
     if kind in (_FOCAL, _ASYMMETRIC):
         raise ValueError(f"{op}: target must be a tensor")
     check_floating(op, "the scores of target", scores)

@@ -145,25 +145,29 @@ def loss_of_elements_over_mesh(
     local: Callable[..., Tensor],
     input: Any,
     target: Any,
+    scores: Any,
     parameters: tuple[Parameter, ...],
     weight: Any,
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """A loss of independent logits: ``local(logits, target, parameters, weight, reduction, ignore_index)``. Any
-    dimension may be sharded, also the class dimension."""
+    """A loss of independent logits: ``local(logits, target, parameters, weight, reduction, ignore_index)``, whose
+    target is (labels, scores) if ``scores`` is given. Any dimension may be sharded, also the class dimension."""
     reduction_code(op, reduction)
     class_dim = min(input.dim() - 1, 1)
     input = _settled(input, None, False)
     mesh, placements = input.device_mesh, input.placements
     z = input.to_local(grad_placements=placements)
     is_labels = isinstance(target, Tensor) and target.dim() < input.dim()
+    y: Any
     if is_labels:
         of_rows = tuple(_without_class(placement, class_dim) for placement in placements)
         y = _local(op, "target", target, mesh, of_rows)
         counted = (y != ignore_index).sum() * z.shape[class_dim]
         if any(placement.is_shard(class_dim) for placement in placements):
             y, ignore_index = _labels_of_slice(op, y, input, class_dim, ignore_index), -100
+        if scores is not None:
+            y = (y, _scores(op, scores, mesh, of_rows, [placement.is_shard(class_dim) for placement in placements]))
     else:
         y = _local(op, "target", target, mesh, placements)
         counted = torch.full((), z.numel(), device=z.device)
@@ -251,6 +255,21 @@ def _local(op: str, name: str, value: Any, mesh: Any, placements: Placements) ->
             f"rank's rows, pass DTensor.from_local({name}, input.device_mesh, {list(placements)})"
         )
     return value
+
+
+def _scores(op: str, scores: Any, mesh: Any, of_rows: Placements, classes_are_sharded: list[bool]) -> Tensor:
+    """A rank's part of the scores of labels. Only the rank that has a label's class has the gradient of its score."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    local = _local(op, "scores", scores, mesh, of_rows)
+    if not scores.requires_grad:
+        return local
+    if not is_dtensor(scores):
+        scores = DTensor.from_local(scores, mesh, of_rows, run_check=False)
+    pairs = zip(of_rows, classes_are_sharded, strict=True)
+    of_gradient = [Partial() if is_sharded else placement for placement, is_sharded in pairs]
+    found: Tensor = scores.redistribute(placements=of_rows).to_local(grad_placements=of_gradient)
+    return found
 
 
 def _labels_of_slice(op: str, labels: Tensor, input: Any, class_dim: int, ignore_index: int) -> Tensor:

@@ -11,6 +11,7 @@ from focalkern import fallback
 from focalkern._checks import label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
 from focalkern._types import HALVES, PLAIN_TENSORS, Reduction, ScoredTarget
+from focalkern.fallback.sigmoid_loss import check_scores
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._dtensor import is_dtensor, loss_of_elements_over_mesh
 
@@ -160,7 +161,7 @@ def quality_focal_loss(
         input: as in :func:`sigmoid_focal_loss`.
         target: as in :func:`sigmoid_focal_loss`; or ``(labels, scores)``, two tensors [N, d1, ...]. Each score, in
             [0, 1], is the target at the class of its label; the other classes have target 0. The kernel makes no dense
-            target of them. DTensor logits take only a tensor.
+            target of them.
         beta: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
@@ -224,12 +225,15 @@ def element_loss(
         target, scores = _labels_and_scores(op, input, target)
     if type(input) is not Tensor and is_dtensor(input):
 
-        def local(z: Tensor, y: Tensor, given: Any, weight: Tensor | None, reduction: str, ignore_index: int) -> Tensor:
+        def local(
+            z: Tensor, y: ScoredTarget, given: Any, weight: Tensor | None, reduction: str, ignore_index: int
+        ) -> Tensor:
             return element_loss(op, kind, z, y, given[0], given[1], constant, reduction, weight, ignore_index)
 
         if scores is not None:
-            raise TypeError(f"{op}: target of DTensor logits must be a tensor, got labels and scores")
-        return loss_of_elements_over_mesh(op, local, input, target, (gamma, second), weight, ignore_index, reduction)
+            check_scores(op, input, target, scores, kind)
+        options = (weight, ignore_index, reduction)
+        return loss_of_elements_over_mesh(op, local, input, target, scores, (gamma, second), *options)
     code = reduction_code(op, reduction)
     if isinstance(input, Tensor) and not input.is_floating_point():
         raise TypeError(f"{op}: input must be floating point, got {input.dtype}")

@@ -52,6 +52,10 @@ CASES = {
     "sigmoid, a label of the slice ignored": (fk.sigmoid_focal_loss, {"gamma": 2.0, "ignore_index": 1}, "background"),
     "asymmetric": (fk.asymmetric_loss, {"gamma_negative": "elements"}, "probabilities"),
     "varifocal": (fk.varifocal_loss, {"gamma": "elements"}, "probabilities"),
+    "varifocal, scores": (fk.varifocal_loss, {"gamma": "elements", "alpha": 0.75}, "scores"),
+    "quality, scores": (fk.quality_focal_loss, {"beta": 2.0, "ignore_index": 1}, "scores"),
+    "matchability, scores": (fk.matchability_loss, {"gamma": 1.5}, "scores"),
+    "IA-BCE, scores": (fk.ia_bce_loss, {"gamma": "one"}, "scores"),
 }
 MAPS = {
     "map": (fk.focal_calibration_map, {"gamma": 2.0, "temperature": "one"}),
@@ -64,10 +68,12 @@ def problem(kind, options):
     random = torch.Generator().manual_seed(5)
     shape = (N, C, 3, 2) if kind == "images" else (N, C)
     z = 2 * torch.randn(shape, generator=random, dtype=torch.float64)
-    labels = torch.randint(C + (kind == "background"), (N, *shape[2:]), generator=random)
+    labels = torch.randint(C + (kind in ("background", "scores")), (N, *shape[2:]), generator=random)
     # Most of the first half is ignored: a mean of means would give both halves the same weight.
     labels[: N // 3] = options.get("ignore_index", -100)
     target = torch.rand(shape, generator=random, dtype=torch.float64) if kind == "probabilities" else labels
+    if kind == "scores":
+        target = labels, torch.rand(N, generator=random, dtype=torch.float64)
     tensors = {
         "one": torch.tensor(1.5, dtype=torch.float64),
         "rows": torch.linspace(0, 3, N, dtype=torch.float64),
@@ -77,14 +83,16 @@ def problem(kind, options):
     return z, target, given
 
 
-def leaves_of(z, options):
-    return [z, *(value for name, value in options.items() if isinstance(value, torch.Tensor) and name != "weight")]
+def leaves_of(z, target, options):
+    scores = [target[1]] if isinstance(target, tuple) else []
+    given = (value for name, value in options.items() if isinstance(value, torch.Tensor) and name != "weight")
+    return [z, *scores, *given]
 
 
 def expected_of(case, reduction):
     function, options, kind = CASES[case]
     z, target, options = problem(kind, options)
-    leaves = [leaf.requires_grad_() for leaf in leaves_of(z, options)]
+    leaves = [leaf.requires_grad_() for leaf in leaves_of(z, target, options)]
     loss = function(z, target, reduction=reduction, **options)
     upstream = torch.linspace(1, 2, loss.numel(), dtype=torch.float64).reshape(loss.shape)
     return [loss.detach(), *torch.autograd.grad(loss, leaves, upstream)]
@@ -93,7 +101,7 @@ def expected_of(case, reduction):
 def expected_map(case):
     function, options = MAPS[case]
     z, _, options = problem("labels", options)
-    leaves = [leaf.requires_grad_() for leaf in leaves_of(z, options)]
+    leaves = [leaf.requires_grad_() for leaf in leaves_of(z, None, options)]
     out = function(z, **options)
     upstream = torch.linspace(1, 2, out.numel(), dtype=torch.float64).reshape(out.shape)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
@@ -119,14 +127,18 @@ def over_mesh(function, case, layout, mesh, **more):
     else:
         _, options, kind = CASES[case]
         z, target, options = problem(kind, options)
-        target = placed(target, mesh, layout, of_rows=target.dim() < z.dim())
-    parameters = [leaf.requires_grad_() for leaf in leaves_of(z, options)[1:]]
+        if kind == "scores":
+            target = tuple(placed(part, mesh, layout, of_rows=True) for part in target)
+        else:
+            target = placed(target, mesh, layout, of_rows=target.dim() < z.dim())
+    parameters = [leaf.requires_grad_() for leaf in leaves_of(z, target, options)[1:]]
     z = placed(z, mesh, layout).detach().requires_grad_()
     result = function(z, **options) if case in MAPS else function(z, target, **options, **more)
     upstream = torch.linspace(1, 2, result.numel(), dtype=torch.float64).reshape(result.shape)
     upstream = distribute_tensor(upstream, mesh, [p if p.is_shard() else Replicate() for p in result.placements])
     # Not by backward(): torch 2.11 gives every rank the whole gradient of an uneven shard when it copies it.
     grad, *others = torch.autograd.grad(result, [z, *parameters], upstream)
+    others = [other.full_tensor() if hasattr(other, "full_tensor") else other for other in others]
     out = [result.detach().full_tensor(), grad.full_tensor(), *others]
     return out, [str(p) for p in result.placements], [str(p) for p in grad.placements], [str(p) for p in z.placements]
 

@@ -86,6 +86,16 @@ def other_facts(mesh):
         "plain head": error_of(lambda: fk.linear_focal_loss(rows, torch.zeros(3, C).double(), target)),
         "plain input": error_of(lambda: fk.linear_focal_loss(torch.zeros(N, C).double(), rows, target)),
     }
+    labels, scores = problem("scores", {})[1]
+    pair = labels, scores.requires_grad_()
+    out["plain scores"] = error_of(
+        lambda: fk.varifocal_loss(rows, (distribute_tensor(labels, mesh, [Shard(0)]), scores))
+    )
+    out["score of each element"] = error_of(lambda: fk.varifocal_loss(classes, (classes.long(), classes)))
+    out["scores"] = [
+        torch.autograd.grad(getattr(loss, "full_tensor", lambda loss=loss: loss)(), scores)[0]
+        for loss in (fk.varifocal_loss(given, pair, reduction="mean") for given in (classes, z))
+    ]
     leaf = classes.detach().requires_grad_()
     nothing = fk.focal_loss(leaf, torch.full((N,), -100))
     nothing.backward()
@@ -227,6 +237,9 @@ def test_other_facts(ranks):
         assert "input and linear_weight must both be DTensors" in other["plain input"]
         assert other["no tensor"] == "TypeError: focal_loss: target must be a tensor, got list"
         assert_close(other["replicated target"], other["whole"])
+        assert other["plain scores"].startswith("TypeError: varifocal_loss: scores must be a DTensor where the rows")
+        assert "target must be labels and scores, with" in other["score of each element"]
+        assert_close(*other["scores"])
         assert other["all ignored"][0].isnan()
         assert other["all ignored"][1].abs().max() == 0
         # Sums of 2000 losses, which float16 cannot represent, and bfloat16 only to about a hundredth.
