@@ -42,8 +42,6 @@ __all__ = [
     "statistics",
 ]
 
-_FAR = 1e4  # e^-_FAR is 0, also in float64
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -210,9 +208,10 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
     total = all_reduce(torch.where(empty, 0.0, ((top - shift) + log_rest).exp()), "sum", split.group)
     log_rest = total.log()
     own = torch.where(split.legal, largest[1], torch.nan)
-    # If the target is the only possible class, d is -inf and the loss would be NaN. With d = -_FAR the loss is 0.
+    # If the target is the only possible class, d is -inf and the loss would be NaN. With d = -1e4 the loss is 0. The
+    # number has no name, because a graph of dynamic shapes takes a named float as an input.
     alone = (total == 0) & own.isfinite()
-    shift, log_rest = torch.where(alone, own, shift), torch.where(alone, -_FAR, log_rest)
+    shift, log_rest = torch.where(alone, own, shift), torch.where(alone, -1e4, log_rest)
     margin = (shift - own) + log_rest
     top = torch.where(top == -torch.inf, shift, top)
     # The log-sum-exp of all classes, and its difference to `top`. The larger of the target's logit and the log-sum-exp

@@ -265,7 +265,7 @@ def _gamma_tensor(op: str, gamma: float | Tensor | Array, like: Tensor) -> Tenso
 
 
 def _broadcasts(gamma: Tensor, shape: torch.Size) -> bool:
-    fits = (a in (1, b) for a, b in zip(reversed(gamma.shape), reversed(shape), strict=False))
+    fits = (a == 1 or a == b for a, b in zip(reversed(gamma.shape), reversed(shape), strict=False))
     return gamma.dim() <= len(shape) and all(fits)
 
 
