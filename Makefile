@@ -10,7 +10,8 @@
 # make aarch64-check  cross-compiles the CPU kernels for 64-bit ARM and tests them on an emulator (qemu)
 # make clean   removes the files of the build, but not .venv
 #
-# EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...).
+# EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...); without
+# a GPU add PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, for CPU builds of both torch and torchvision.
 # PYTHON=python3.12 and FOCALKERN_TORCH=2.11.0 choose the versions (of a new .venv, and of torch in it);
 # FOCALKERN_CUDA and TORCH_CUDA_ARCH_LIST are read by setup.py; PYTEST_ARGS="-k map" is handed to pytest.
 
@@ -96,6 +97,10 @@ $(TORCH_STAMP): | $(BIN)/python
 
 $(INSTALL_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
 	$(PIP) install --no-build-isolation --editable '.[$(EXTRAS)]' $(TORCH)
+	@# PyPI's torchvision, a CUDA build, does not load beside a CPU build of torch, nor does any peer that imports it.
+	@case "$(EXTRAS)" in *peers*) $(BIN)/python -W ignore -c "import torchvision" 2> /dev/null || \
+	  echo "torchvision does not load beside this torch: outside of the tests, torchmetrics does not either. Remedy: make" \
+	    "build EXTRAS=$(EXTRAS) VENV=.venv-cpu PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" ;; esac
 	touch $@
 
 # Only what changed is compiled again.
