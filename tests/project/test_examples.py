@@ -1,11 +1,15 @@
 """The scripts in examples/, run as users run them, on less data if they take long."""
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import peer
 
 import focalkern as fk
 
@@ -34,14 +38,17 @@ def numbers(name, text):
     return [float(number) for number in re.findall(rf"{name} +(-?[\d.]+)", text)]
 
 
-def test_there_are_eight():
+def test_there_are_eleven():
     assert SCRIPTS == [
+        "accept.py",
         "calibrate.py",
         "compare.py",
         "detect.py",
         "detr_criterion.py",
+        "fine_tune.py",
         "language_model.py",
         "log_training.py",
+        "other_gpu.py",
         "torchtitan_focal.py",
         "train.py",
     ]
@@ -127,3 +134,36 @@ def test_torchtitan_focal(run, way):
     said = run("torchtitan_focal.py", "--steps", "10", "--way", way)
     first, last = re.search(r"focal loss ([\d.]+) -> ([\d.]+) in 10 steps", said).groups()
     assert float(last) < float(first)
+
+
+def test_accept(run):
+    said = run("accept.py", "--max-risk", "0.05")
+    bound = float(re.search(r"below ([\d.]+) with", said).group(1))
+    (coverage,), risk = numbers("coverage", said), numbers("risk", said)
+    assert bound <= 0.05
+    assert coverage > 0.2
+    assert risk[1] < 0.05 < risk[-1]  # of the accepted test rows, and of all
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "focal", "dft"])
+def test_fine_tune(run, loss):
+    peer("transformers")
+    peer("accelerate")
+    said = run("fine_tune.py", "--loss", loss, "--steps", "30")
+    before, after = re.search(r"nll +([\d.]+) -> ([\d.]+)", said).groups()
+    assert float(after) < 0.7 * float(before)
+    assert "temperature" in said
+
+
+@pytest.mark.parametrize("setting", ["auto", "0", "compile"])
+def test_other_gpu(setting, tmp_path):
+    """FOCALKERN_KERNELS is read once in a process; on the CPU "compile" does what ROCm and XPU do."""
+    environment = {**os.environ, "FOCALKERN_KERNELS": setting, "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [sys.executable, "-W", "ignore", str(EXAMPLES / "other_gpu.py"), "--steps", "3"]
+    paths = [str(Path(fk.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    done = subprocess.run(arguments, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("compiled by torch.compile" in done.stdout) == (setting == "compile")
+    losses = numbers("loss", done.stdout)
+    assert losses[2] < losses[1] < losses[0]
