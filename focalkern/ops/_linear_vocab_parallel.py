@@ -20,7 +20,7 @@ from focalkern.ops._vocab_slices import (
     slopes,
     statistics,
 )
-from focalkern.ops._vocab_soft import Shares, SoftRows, Terms, soft_gradients, soft_losses
+from focalkern.ops._vocab_soft import Shares, SoftRows, Terms, label_statistics, soft_gradients, soft_losses
 
 __all__ = [
     "NOTHING",
@@ -114,6 +114,7 @@ def chunks_over_ranks(
             if terms is not None:
                 losses[where], soft_rows, of_gamma[where] = soft_losses(z, here, some, terms.at(where), z_loss)
                 result[:, where] = torch.stack(soft_rows)
+                statistic = label_statistics(z, here, soft_rows) if options.return_stats else None
             else:
                 statistic = statistics(z, here)
                 of_row = gamma if gamma is None or gamma.dim() == 0 else gamma[where]
@@ -122,8 +123,8 @@ def chunks_over_ranks(
                     loss = loss + z_loss * torch.where(here.counts, statistic.lse, 0.0).square()
                 losses[where], of_gamma[where] = loss * per_row, rise * per_row
                 result[:, where] = torch.stack([*statistic[:3], slope])
-            if options.return_stats:
-                stats[:, where] = packed_stats(z, here, statistic or statistics(z, here))
+            if statistic is not None and options.return_stats:
+                stats[:, where] = packed_stats(z, here, statistic)
         if not any(needed):
             continue
         known, scaled = result[:, where], upstream[where] * options.scale

@@ -22,9 +22,17 @@ from focalkern.ops._collectives import all_reduce
 from focalkern.ops._linear_chunks import blocks
 from focalkern.ops._row_kernels import Settings as KernelSettings
 from focalkern.ops._row_kernels import losses_of_margins
-from focalkern.ops._vocab_slices import Settings, Split, refuse_second_derivatives
+from focalkern.ops._vocab_slices import RowStatistics, Settings, Split, refuse_second_derivatives
 
-__all__ = ["Shares", "SoftRows", "Terms", "soft_gradients", "soft_losses", "soft_losses_of_slices"]
+__all__ = [
+    "Shares",
+    "SoftRows",
+    "Terms",
+    "label_statistics",
+    "soft_gradients",
+    "soft_losses",
+    "soft_losses_of_slices",
+]
 
 
 class Shares(NamedTuple):
@@ -141,6 +149,15 @@ def soft_gradients(
         yield block, grad, None if of_target is None else torch.where(scale == 0, 0.0, scale * of_target)
 
 
+def label_statistics(z: Tensor, split: Split, rows: SoftRows) -> RowStatistics:
+    """The statistics of the labels from the softmax of a loss: one reduction, and no pass over the classes."""
+    own = z.gather(1, split.label.unsqueeze(1)).squeeze(1).double() if z.shape[1] else torch.zeros_like(rows.top)
+    own = all_reduce(torch.where(split.owned, own, -torch.inf), "max", split.group)
+    log_p = torch.where(split.legal, (own - rows.top) - rows.log_total, torch.nan)
+    log_u = torch.where(own == rows.top, rows.log_u_top, torch.log1p(-log_p.exp()))
+    return RowStatistics(rows.top, rows.log_total, log_u - log_p, rows.top + rows.log_total)
+
+
 def _softmax(z: Tensor, group: Any) -> SoftRows:
     """The normalisation of the softmax over the classes of all ranks (``slope`` is 0)."""
     local = torch.ops.focalkern.vocab_soft_softmax if torch.compiler.is_compiling() else _softmax_of_slice
@@ -208,21 +225,21 @@ def soft_losses_of_slices(
     split: Split,
     weight: Tensor | None,
     settings: Settings,
-) -> Tensor:
-    """Losses [N] in float64 from this rank's slice of the logits, differentiable in logits, target and gamma. ``gamma``
-    [] or [N] replaces the gamma of the settings."""
+) -> tuple[Tensor, SoftRows]:
+    """Losses [N] in float64 from this rank's slice of the logits, differentiable in logits, target and gamma; and the
+    softmax. ``gamma`` [] or [N] replaces the gamma of the settings."""
     records = torch.is_grad_enabled()
     needs_target = records and target is not None and target.requires_grad
     shares = Shares.of(target, weight, logits.shape[1], split, needs_target)
     terms = Terms.of(settings, gamma, records and gamma is not None and gamma.requires_grad)
     # In single arguments, of which a compiled graph knows which are tensors.
-    found: Tensor = _SoftLosses.apply(logits, *shares, *terms, settings.op, settings.z_loss, *split)  # type: ignore[no-untyped-call]
-    return found
+    found = _SoftLosses.apply(logits, *shares, *terms, settings.op, settings.z_loss, *split)  # type: ignore[no-untyped-call]
+    return found[0], SoftRows(*found[1:])
 
 
 class _SoftLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, *arguments: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         shares, terms, (op, z_loss) = Shares(*arguments[:4]), Terms(*arguments[4:10]), arguments[10:12]
         split = Split(*arguments[12:])
         losses, rows, of_gamma = soft_losses(logits, split, shares, terms, z_loss)
@@ -230,10 +247,11 @@ class _SoftLosses(torch.autograd.Function):
             logits, shares.target, shares.weight, terms.gamma, terms.edges, of_gamma, *split[1:], *rows
         )
         ctx.op, ctx.needs_target, ctx.terms = op, shares.needs_target, tuple(terms[2:])
-        return losses
+        ctx.mark_non_differentiable(*rows)
+        return losses, rows.top, rows.log_total, rows.log_u_top, rows.slope
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
+    def backward(ctx: Any, upstream: Tensor, *unused: Tensor) -> Any:
         refuse_second_derivatives(ctx.op)
         logits, target, weight, gamma, edges, of_gamma, *others = ctx.saved_tensors
         split, rows = Split(None, *others[:7]), SoftRows(*others[7:])

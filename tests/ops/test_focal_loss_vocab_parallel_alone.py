@@ -144,6 +144,22 @@ def test_a_head_compiles_into_one_graph(alone, name):
         assert_close(gradient, wanted)
 
 
+def test_statistics_with_smoothing_come_from_the_softmax_of_the_loss(alone, monkeypatch):
+    z, w, target = 20 * torch.randn(7, 40), torch.randn(40, 6), torch.randint(40, (7,))
+    options = {"label_smoothing": 0.1, "return_stats": True}
+    expected = fk.focal_loss(z, target, **options).stats
+    of_head = fk.focal_loss(z[:, :6] @ w.T, target, **options).stats
+
+    def another_pass(*_):
+        raise AssertionError("the slice was read for the statistics of the labels")
+
+    monkeypatch.setattr("focalkern.ops._vocab_slices._statistics_of_slice", another_pass)
+    found = fk.focal_loss_vocab_parallel(z, target, **options).stats
+    from_head = fk.linear_focal_loss(z[:, :6], w, target, process_group=alone, **options).stats
+    for values, wanted in zip((*found, *from_head), (*expected, *of_head), strict=True):
+        assert_close(values, wanted, torch.float32)
+
+
 def test_arguments_that_ranks_do_not_support(alone):
     x, w, target = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"must be \[C_r, D\] with process_group, got shape \[5, 1, 3\]"):
