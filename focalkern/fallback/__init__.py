@@ -2,8 +2,8 @@
 
 If no kernel supports the input, an operator calls the function of this package instead of the compiled one. Names,
 arguments, results and errors are the same (:func:`focalkern.ops._backend.backend_for`). The operators ``*_composite``
-are these functions, too. The compiled module calls them through torch's dispatcher for derivatives of derivatives,
-torch.func transforms and forward-mode tangents.
+are these functions, too. The compiled module calls them through torch's dispatcher for second derivatives, torch.func
+transforms and forward-mode derivatives.
 """
 
 from focalkern.fallback._compile import compile_on, compiles_on
@@ -48,4 +48,4 @@ __all__ = [
 
 
 def empty_cache() -> None:
-    """Plain torch caches no memory."""
+    """Does nothing, because plain torch keeps no cache."""

@@ -1,4 +1,4 @@
-"""Bins of confidences and their calibration errors in torch operations, as the compiled calibration grid has them."""
+"""Bins of confidences and their calibration errors in torch operations, as in the compiled calibration grid."""
 
 import torch
 from torch import Tensor
@@ -28,18 +28,18 @@ def calibration_error(confidence: Tensor, correct: Tensor, n_bins: int, estimato
             ends = torch.searchsorted(ordered, edges, right=True)
         excess, count = running.gather(-1, ends).diff(dim=-1), ends.diff(dim=-1)
     size = excess.abs()
-    # An empty bin has no gap.
+    # The gap of an empty bin is 0.
     gaps = torch.where(count > 0, size / torch.where(count > 0, count, 1), 0.0)
     return size.sum(-1) / rows, gaps.amax(-1)
 
 
 def _ordered(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Confidences in ascending order (ties in the order of the rows), and for each 1 if it is correct, else 0."""
+    """Confidences in ascending order (ties in the order of the rows), and 1.0 for each correct row, 0.0 for others."""
     if confidence.dtype != torch.float32 or confidence.device.type != "cpu":
         ordered, order = confidence.sort(dim=-1, stable=True)
         return ordered, correct.double()[order]
-    # One integer per sample: the bits of the non-negative confidence, which have its order, then row and correctness.
-    # numpy sorts these several times faster than torch sorts with an index.
+    # One integer key per sample: the bits of the confidence (non-negative floats have the order of their bits), then
+    # the row and the correctness. numpy sorts the keys several times faster than torch sorts with an index.
     rows = torch.arange(confidence.shape[-1])
     bits = confidence.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
     keys = bits.bitwise_or_(rows * 2 + correct).numpy()
@@ -50,7 +50,7 @@ def _ordered(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _equal_width_bins(confidence: Tensor, correct: Tensor, n_bins: int) -> tuple[Tensor, Tensor]:
-    """Samples, and sums of confidence - correct, per bin [Gt, Gg, n_bins]."""
+    """The number of samples and the sum of confidence - correct per bin, [Gt, Gg, n_bins] each."""
     edges = torch.arange(1, n_bins, dtype=torch.float64, device=confidence.device) / n_bins
     bins = torch.bucketize(confidence, edges.to(confidence.dtype))
     shape = (*confidence.shape[:2], n_bins)
@@ -62,7 +62,7 @@ def _equal_width_bins(confidence: Tensor, correct: Tensor, n_bins: int) -> tuple
 
 
 def _interpolated_edges(ordered: Tensor, n_bins: int) -> Tensor:
-    """Edges [Gt, Gg, n_bins + 1] between sorted confidences, at the ranks 0, rows / n_bins, ... and the last one."""
+    """Edges [Gt, Gg, n_bins + 1]: sorted confidences interpolated at the ranks 0, rows / n_bins, ..., rows."""
     rows = ordered.shape[-1]
     place = torch.arange(n_bins + 1, dtype=torch.float64, device=ordered.device) * (rows / n_bins)
     place[-1] = rows - 1
@@ -70,14 +70,14 @@ def _interpolated_edges(ordered: Tensor, n_bins: int) -> Tensor:
     low = place.long()
     lower, upper = ordered[..., low], ordered[..., torch.where(low + 1 < rows, low + 1, low)]
     edges = ((upper.double() - lower.double()) * (place - low) + lower.double()).to(ordered.dtype)
-    # Rounding must not carry an edge past its neighbour.
+    # Rounding must not move an edge beyond the next sorted confidence.
     return torch.minimum(edges, upper)
 
 
 def bucket_sums(
     confidence: Tensor, is_correct: Tensor, count: Tensor, total: Tensor, correct: Tensor, sketch: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Add confidences [Gt, Gg, rows] to sums [Gg, Gt, n_buckets]."""
+    """Pairs of a sum [Gg, Gt, n_buckets] and the amount that the confidences [Gt, Gg, rows] add to it."""
     confidence = confidence.transpose(0, 1)
     n_buckets = count.shape[-1]
     if sketch:
@@ -99,7 +99,7 @@ def bucket_sums(
 
 
 def sketch_bucket(confidence: Tensor, n_buckets: int) -> Tensor:
-    """As sketch_bucket of csrc/math/binning.h."""
+    """The bucket of each confidence in the quantile sketch, as sketch_bucket of csrc/math/binning.h."""
     middle = n_buckets // 3
     low = ((confidence + confidence).sqrt() * (n_buckets / 3)).long().clamp(max=middle)
     u = 1 - confidence

@@ -1,4 +1,4 @@
-"""Checks of the plain operators, in the words of the compiled ones."""
+"""Checks of the operators in plain torch; the errors have the words of the compiled module."""
 
 import os
 
@@ -53,19 +53,19 @@ def check_reduction(op: str, reduction: int) -> None:
 
 
 def widest_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of parameters: float64 where the device has it."""
+    """The dtype of parameters: float64, or float32 on devices without float64."""
     return torch.float64 if has_float64(tensor.device) else torch.float32
 
 
 def autocasts(input: Tensor) -> bool:
-    """Whether a half-precision input has a float32 result."""
+    """Whether autocast makes the result of this half-precision input float32."""
     return input.dtype in HALVES and autocast_is_on(input.device.type)
 
 
 def values_may_be_read(tensor: Tensor) -> bool:
-    """Whether an invalid value raises: on the CPU, and with FOCALKERN_VALIDATE=1 on other devices, too.
+    """Whether invalid values raise: on the CPU, and with FOCALKERN_VALIDATE=1 on other devices too.
 
-    Always False if values cannot be read: in compiled graphs, under torch.func, on the meta device.
+    Always False where values cannot be read: in compiled graphs, under torch.func, on the meta device.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or tensor.device.type == "meta":
         return False
@@ -73,11 +73,11 @@ def values_may_be_read(tensor: Tensor) -> bool:
 
 
 def fits(parameter: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether the parameter broadcasts to the shape without widening it."""
+    """Whether the parameter broadcasts to ``shape`` without enlarging it."""
     pairs = zip(reversed(parameter.shape), reversed(shape), strict=False)
     return parameter.dim() <= len(shape) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def sum_tolerance(dtype: torch.dtype) -> float:
-    """The tolerance of the sum of a row of probabilities of this dtype."""
+    """The permitted difference to 1 of the sum of a row of probabilities of this dtype."""
     return 1e-3 + {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(dtype, 0.0)

@@ -1,9 +1,8 @@
-"""Definitions of losses that torch.compile fuses, on devices where no kernel runs.
+"""Compiles definitions of losses by torch.compile, on devices without kernels.
 
-A definition in eager torch reads and writes its logits some twenty times. ``compilable`` gives it a compiled form, once
-per dtype and options, with sizes and gamma as variables. Compiled graphs, transforms, tensor subclasses and small
-batches use the definition without compiling it, and so do derivatives of derivatives, which torch.compile does not
-support.
+A definition in eager torch reads and writes its logits some twenty times. ``compilable`` adds a compiled form, one per
+dtype and options, with sizes and gamma as variables. Compiled graphs, transforms, tensor subclasses, small batches and
+second derivatives, which torch.compile does not support, use the definition itself.
 """
 
 import functools
@@ -22,7 +21,7 @@ __all__ = ["compilable", "compile_on", "compiles_on"]
 
 Definition = Callable[..., Tensor]
 
-# Of numbers in the logits; below, the compiled form saves less than its guards cost.
+# Least number of logits: for fewer, checking the guards of the compiled form costs more than it saves.
 _LEAST = 2**16
 _BACKEND = "inductor"
 _devices: frozenset[str] = frozenset()
@@ -40,8 +39,9 @@ def compiles_on(device_type: str) -> bool:
 
 
 def compilable(*numbers: str) -> Callable[[Definition], Definition]:
-    """A decorator for a definition whose first tensor is the logits. Floats of these names become tensors, so that a
-    new value causes no recompilation. All other values that are not tensors are constants of the compiled code."""
+    """A decorator for a definition whose first tensor is the logits. Floats with the names ``numbers`` become tensors,
+    so that a new value causes no recompilation. All other arguments that are not tensors are constants of the compiled
+    code."""
 
     def decorate(definition: Definition) -> Definition:
         places = [list(inspect.signature(definition).parameters).index(name) for name in numbers]
@@ -67,7 +67,7 @@ def compilable(*numbers: str) -> Callable[[Definition], Definition]:
                 result: Tensor = _Compiled.apply(form, _bound(definition, values), *tensors)  # type: ignore[no-untyped-call]
                 return result
             except Exception as error:
-                found = definition(*arguments)  # which raises what is wrong with the arguments
+                found = definition(*arguments)  # raises if the arguments are invalid
                 _give_up(error)
                 return found
 
@@ -96,7 +96,7 @@ def _key(value: Any) -> Any:
 
 
 def _bound(definition: Definition, values: list[Any]) -> Definition:
-    """The definition as a function of its tensors."""
+    """The definition as a function of its tensor arguments alone."""
     is_tensor = [isinstance(value, Tensor) for value in values]
     constants = [None if here else value for here, value in zip(is_tensor, values, strict=True)]
 
@@ -108,8 +108,8 @@ def _bound(definition: Definition, values: list[Any]) -> Definition:
 
 
 def _form(definition: Definition, values: list[Any], number: int) -> Definition:
-    """Compiles the function at its first call. torch.compile stops after eight variants of one code object, so each
-    variant gets its own code object."""
+    """The form that torch.compile compiles at its first call. torch.compile recompiles one code object at most eight
+    times, so each form gets a code object of its own."""
     bound = _bound(definition, values)
     assert isinstance(bound, types.FunctionType)
     code = bound.__code__.replace(co_name=f"{definition.__name__}_{number}")
@@ -119,7 +119,7 @@ def _form(definition: Definition, values: list[Any], number: int) -> Definition:
 
 
 class _Compiled(torch.autograd.Function):
-    """A compiled form with its compiled gradient; for a gradient that is differentiated again, the definition."""
+    """A compiled form with its compiled gradient. With ``create_graph``, the definition computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, form: Definition, definition: Definition, *tensors: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         again, (graph, ctx.graph) = torch.is_grad_enabled(), (ctx.graph, None)
-        if again or graph is None:  # the first backward pass has freed it
+        if again or graph is None:  # None after the first backward pass, which frees the graph
             tensors = ctx.saved_tensors
             if not again:
                 tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, ctx.needed, strict=True)]
@@ -147,11 +147,11 @@ class _Compiled(torch.autograd.Function):
 
 
 def _give_up(error: Exception) -> None:
-    """No compiled form from now on, where torch.compile does not work: no compiler, or no support of the device."""
+    """Stops using compiled forms after torch.compile failed: no compiler, or no support for the device."""
     compile_on(())
     text = " ".join(str(error).split())[:200]
     warnings.warn(
-        f"focalkern computes with plain torch as it is, because torch.compile failed: {type(error).__name__}: {text} "
-        "(FOCALKERN_KERNELS=0 does not try it)",
+        f"focalkern computes with uncompiled plain torch, because torch.compile failed: {type(error).__name__}: {text} "
+        "(FOCALKERN_KERNELS=0 avoids torch.compile and this warning)",
         stacklevel=5,
     )

@@ -12,7 +12,8 @@ __all__ = ["register_composites"]
 
 
 def register_composites() -> torch.library.Library:
-    """The compiled module must be loaded, which declares the operators. They live as long as the result."""
+    """Registers the operators, which the compiled module must have declared. They stay registered while the result
+    lives."""
     library = torch.library.Library("focalkern", "IMPL")
     for function in (
         calibration_map_composite,

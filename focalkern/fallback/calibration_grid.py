@@ -1,7 +1,7 @@
 """The calibration grid in plain torch: blocks of temperatures by blocks of rows, all gammas at once.
 
-q, log(1 - q) and phi depend on the temperature alone: they are computed once for all gammas. The quantities are
-those of :mod:`focalkern.fallback.calibration_map`; of a cell's probabilities only sums over the classes are kept.
+q, log(1 - q) and phi depend only on the temperature, so they are computed once for all gammas. The quantities are
+those of :mod:`focalkern.fallback.calibration_map`; a cell keeps only sums of its probabilities over the classes.
 """
 
 import torch
@@ -27,7 +27,7 @@ _OP = "calibration_grid"
 _ECE, _MCE, _NLL, _BRIER = 1, 2, 4, 8  # the codes of the compiled module, in the order of its tables
 
 
-# Above this gamma, (1 - q)^-gamma of the classes below the top, where q <= 1/2, may overflow.
+# Above this gamma, (1 - q)^-gamma may overflow for classes other than the top class, for which q <= 1/2.
 _LARGE_GAMMA = 64.0
 
 _BLOCK_ELEMENTS = 1 << 16  # rows x classes per block, so that a block fits the caches
@@ -52,12 +52,12 @@ class CalibrationGridRun:
         ignore_index: int,
     ) -> None:
         _check_arguments(input, target, gammas, temperatures, n_bins)
-        # Tables are float64, which some devices do not have.
+        # Tables are float64: devices without float64 hand the samples to the CPU.
         if widest_dtype(input) != torch.float64:
             input, target = input.cpu(), target.cpu()
         self._gammas = _axis("gammas", gammas, -1.0)
         self._temperatures = _axis("temperatures", temperatures, 0.0)
-        if bool(self._gammas.max() > _LARGE_GAMMA):  # which magnifies the rounding of everything that it multiplies
+        if bool(self._gammas.max() > _LARGE_GAMMA):  # a large gamma multiplies rounding errors
             input = input.double()
         self._n_bins, self._criteria, self._estimator = n_bins, criteria, estimator
         self._samples = _Samples(*_kept_rows(input, target, input_is_probs, ignore_index), input_is_probs)
@@ -89,7 +89,7 @@ class CalibrationGridRun:
         """Adds the samples to running sums; see the compiled module's add_to."""
         everything = self._samples
         step = max(256, _KEPT_CONFIDENCES // 4 // len(self._gammas))
-        # First all of it, then the sums: an interruption must not leave half of it done.
+        # Compute everything before changing the sums, so that an interruption leaves them unchanged.
         found: list[tuple[Tensor, Tensor]] = []
         for first in range(0, everything.rows, step):
             part = everything.slice(first, first + step)
@@ -134,11 +134,11 @@ class CalibrationGridRun:
 
 
 class _Samples:
-    """The rows that count, with the numbers that every cell needs."""
+    """The rows that are not ignored, with the quantities that every cell needs."""
 
     def __init__(self, input: Tensor, target: Tensor, is_probs: bool) -> None:
         x = input.to(compute_dtype(input.dtype))
-        # The class with the largest input as given: a computed one may tie.
+        # The top class is that of the given input, because rounding in the computation may produce ties.
         top = x.argmax(-1, keepdim=True)
         if is_probs:
             x = x.log()
@@ -148,8 +148,8 @@ class _Samples:
         x_top = x.gather(-1, top)
         self.alone = largest == -torch.inf
         largest = torch.where(self.alone, x_top, largest)
-        # offset [rows, C]: logits next to the largest of the others; -inf for the top class and absent ones, which take
-        # no part in sums over the others. level: the same, finite.
+        # offset [rows, C]: logits minus the largest logit of the other classes. -inf for the top class and impossible
+        # classes excludes them from sums. level: the same with 0 in place of -inf.
         self.offset = others - largest
         self.level = torch.where(self.offset == -torch.inf, 0.0, self.offset)
         self.gap = largest - x_top  # [rows, 1]
@@ -165,7 +165,7 @@ class _Samples:
 
 
 class _Gammas:
-    """The gammas as [Gg, 1, 1] and what is formed of them in double."""
+    """The gammas and 1 + gamma as [Gg, 1, 1]; the sum is computed in float64."""
 
     def __init__(self, gammas: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         self.value = gammas.view(-1, 1, 1).to(device, dtype)
@@ -174,12 +174,12 @@ class _Gammas:
 
 
 class _Terms:
-    """Ratios p_k / p_top of a block of rows at one temperature and all gammas, as sums over the classes k."""
+    """Sums over the classes k of the ratios p_k / p_top, for a block of rows, one temperature and all gammas."""
 
     def __init__(self, samples: _Samples, gammas: _Gammas, beta: float, squares: bool) -> None:
         self._samples = samples
         y = samples.offset * beta
-        # A quotient that overflows stays a number, whose exponential is 0.
+        # The clamp keeps an overflowing quotient finite; its exponential is 0.
         least = -torch.finfo(y.dtype).max / 16
         gap = (samples.gap * beta).clamp_(min=least)
         e = y.exp()
@@ -189,7 +189,8 @@ class _Terms:
         minus_log_q = odds.log1p()
         q_top = (1 + odds).reciprocal()
         q = e.mul_(exp_gap * q_top)
-        # Beside 1 and times gamma: to a rounding of 1 it is accurate enough for a small gamma, and log is fast.
+        # log_u is multiplied by gamma and added to numbers near 1. For small gammas, log(1 - q) is accurate enough, and
+        # log is faster than log1p.
         log_u = q.neg().log1p_() if max(gammas.numbers) > _LARGE_GAMMA else (1 - q).log_()
         phi = (samples.level * beta).clamp_(min=least).add_(gap - minus_log_q).mul_(q).div_(q - 1)
         g = gammas.value
@@ -197,8 +198,8 @@ class _Terms:
             gammas.plus_one * gap
             + g * (rest.log() - minus_log_q)
             + (gammas.plus_one - g * _one_minus_phi_of_odds(odds, odds * q_top)).log()
-        )  # One gamma at a time, in two buffers.
-        # [Gg, rows], of the others, without the top class, whose ratio is 1. One gamma at a time, in two buffers.
+        )
+        # [Gg, rows], sums over the classes without the top class, whose ratio is 1. The loop reuses two buffers.
         self.sum = torch.empty_like(shift.squeeze(-1))
         self._square_sum = torch.empty_like(self.sum) if squares else None
         ratio, divisor = torch.empty_like(y), torch.empty_like(y)
@@ -206,7 +207,7 @@ class _Terms:
             torch.add(y, log_u, alpha=-number, out=ratio)
             torch.mul(phi, number, out=divisor).add_(1)
             if number > _LARGE_GAMMA:
-                # No other class exceeds the top one, except for rounding that gamma magnifies.
+                # Only rounding multiplied by a large gamma can put another class above the top class; clamp it.
                 ratio.add_(shift[i]).sub_(divisor.log_()).clamp_(max=0).exp_()
             else:
                 ratio.exp_().div_(divisor)
@@ -264,7 +265,7 @@ def _check_arguments(input: Tensor, target: Tensor, gammas: Tensor, temperatures
 
 
 def _axis(name: str, axis: Tensor, above: float) -> Tensor:
-    """[n] float64 on the CPU, with legal values."""
+    """The axis, [n] float64 on the CPU; raises for invalid values."""
     axis = axis.cpu()
     bad = (~(axis.isfinite() & (axis > above))).nonzero()
     if len(bad):
@@ -276,7 +277,7 @@ def _axis(name: str, axis: Tensor, above: float) -> Tensor:
 
 
 def _kept_rows(input: Tensor, target: Tensor, is_probs: bool, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The rows that count; raises for the first bad one."""
+    """The rows that are not ignored; raises for the first invalid row."""
     if len(input) == 0:
         raise ValueError(f"{_OP}: input must have at least one row, got [N, C] = {list(input.shape)}")
     labels = target.long()
@@ -329,7 +330,7 @@ def calibration_grid(
     input_is_probs: bool,
     ignore_index: int,
 ) -> Tensor:
-    """The whole grid as one operator, for compiled graphs, which cannot look at the values of its rows."""
+    """The whole grid as one operator, for compiled graphs, which cannot read the values of the rows."""
     run = CalibrationGridRun(
         input, target, gammas, temperatures, n_bins, criteria, estimator, input_is_probs, ignore_index
     )

@@ -1,8 +1,8 @@
 """The focal calibration map in plain torch, for rows of classes and for one logit.
 
-The quantities are those of csrc/math/calibration_map.h, under the same names: everything of the top class comes from
-the sum over the others, and products that would be 0 * inf are not formed. As in csrc/math, y is rounded to a grid, so
-that rounding keeps the order of the inputs; a class that ties with the top class gets the same result."""
+Quantities and names are those of csrc/math/calibration_map.h. The quantities of the top class are computed from the sum
+over the other classes, and products 0 * inf are avoided. As in csrc/math, y is rounded to a grid, which keeps the order
+of the inputs; a class that ties with the top class gets the same result."""
 
 import math
 
@@ -35,8 +35,8 @@ _LOGITS, _PROBS, _BINARY = 0, 1, 2  # the codes of the compiled module
 
 
 def calibration_map_scalar(input: Tensor, gamma: float, temperature: float, kind: int, log: bool) -> Tensor:
-    """The map with one gamma and one temperature, numbers of the host."""
-    wide = torch.float64  # on the host, which has it
+    """The map with one gamma and one temperature as Python numbers."""
+    wide = torch.float64  # float64 on the host, also for devices without float64
     return calibration_map(input, torch.tensor(gamma, dtype=wide), torch.tensor(temperature, dtype=wide), kind, log)
 
 
@@ -55,14 +55,14 @@ def calibration_map(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int
 def calibration_map_composite(
     input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log_output: bool, wide: bool
 ) -> Tensor:
-    """The operator of this name. ``wide``: whether autocast is on; the caller determines it."""
+    """The operator ``calibration_map_composite``. ``wide``: whether autocast makes the result float32."""
     check_arguments(input, gamma, temperature, kind)
     output = _definition(input, gamma, temperature, kind, log_output)
     return output if wide else output.to(input.dtype)
 
 
 def _definition(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool) -> Tensor:
-    """The map of checked arguments in the dtype of the computation. It reads no value of a tensor."""
+    """The map of checked arguments in the dtype of the computation. It does not synchronise."""
     if kind == _BINARY:
         return _binary(input, gamma, temperature, log)
     return _rows(input, gamma, temperature, kind == _PROBS, log)
@@ -71,8 +71,8 @@ def _definition(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, lo
 def _one_minus_phi_of_odds(t: Tensor, u: Tensor) -> Tensor:
     """1 - phi of a class with the odds 1 : t and u = 1 - q: 1 - log(1 + t) / t.
 
-    As gamma -> -1, 1 + gamma phi tends to it. So for small u it is computed as the sum of u^k / (k (k + 1)), without a
-    difference."""
+    For gamma -> -1 it is the limit of 1 + gamma phi and must not cancel. So for small u it is the sum of
+    u^k / (k (k + 1))."""
     small = u < 0.125
     u_small, t_large = torch.where(small, u, 0.0), torch.where(small, 1.0, t)
     terms = 17 if t.dtype == torch.float64 else 8
@@ -83,14 +83,14 @@ def _one_minus_phi_of_odds(t: Tensor, u: Tensor) -> Tensor:
 
 
 def _in_place_of(result: Tensor, value: Tensor) -> Tensor:
-    """``value``, with the derivatives of ``result``."""
+    """``value`` with the derivatives of ``result``."""
     now = result.detach()
     return torch.where(value == now, result, result + (value.detach() - now))
 
 
 def _with_spare_bits(x: Tensor, bits: int) -> Tensor:
-    """x without its last bits, with the derivatives of x: functions with a smaller error keep the order of such
-    numbers."""
+    """x rounded to fewer bits, with the derivatives of x. A function whose error is below the last remaining bit keeps
+    the order of such numbers."""
     now = x.detach()
     multiple = now * float(2**bits + 1)
     return _in_place_of(x, torch.where(multiple.isfinite(), multiple - (multiple - now), now))
@@ -99,13 +99,14 @@ def _with_spare_bits(x: Tensor, bits: int) -> Tensor:
 def _parameters(gamma: Tensor, temperature: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gamma, 1 + gamma and 1 / T in the dtype of the computation, the last two rounded once."""
     wide = widest_dtype(z)
-    gamma = gamma.to(wide)  # once, so that a gradient in half precision is rounded once
+    gamma = gamma.to(wide)  # one conversion, so that a half-precision gradient is rounded once
     one_plus_gamma, beta = gamma + 1, temperature.to(wide).reciprocal()
     return as_parameter(gamma, z), as_parameter(one_plus_gamma, z), as_parameter(beta, z)
 
 
 def _along_rows(parameter: Tensor) -> Tensor:
-    """Beside [..., C]. A number on the host stays without dimensions, or torch would not take it as a number."""
+    """The parameter with a dimension for the classes. A host number stays 0-dimensional: torch combines only those with
+    tensors of other devices."""
     return parameter if is_host_number(parameter) else parameter.unsqueeze(-1)
 
 
@@ -116,21 +117,21 @@ def _in_domain(gamma: Tensor, temperature: Tensor) -> Tensor:
 def _binary(logits: Tensor, gamma: Tensor, temperature: Tensor, log_odds: bool) -> Tensor:
     s = logits.to(compute_dtype(logits.dtype))
     g, one_plus_g, beta = _parameters(gamma, temperature, s)
-    # The map is odd. At 0 the sign must not be 0, or the slope would vanish with it.
+    # The map is odd. The sign at 0 is 1, because with 0 the derivative would be 0.
     infinite = s.isinf()
     x = _with_spare_bits(torch.where(infinite, 0.0, s) * beta, 4)
     x = torch.where(g == 0, torch.where(infinite, 0.0, s) * beta, x)
     sign = torch.where(x < 0, -1.0, torch.ones_like(x))
     a = sign * x
     t = (-a).exp()
-    # 1 - phi = 1 - log(1 + t) / t with log(1 + t) = 2 atanh(t / (2 + t)): nothing cancels in this series for t <= 1.
+    # 1 - phi = 1 - log(1 + t) / t with log(1 + t) = 2 atanh(t / (2 + t)); the series does not cancel for t <= 1.
     w = (t / (2 + t)).square()
     terms = 16 if t.dtype == torch.float64 else 7
     series = torch.full_like(w, 1 / (2 * terms + 1))
     for k in range(terms - 1, 0, -1):
         series = series * w + 1 / (2 * k + 1)
     one_minus_phi = (t - 2 * w * series) / (2 + t)
-    # phi of the other class minus phi of this one, which tend to each other as a -> 0.
+    # phi of the other class minus phi of this class, in a form that does not cancel for a -> 0.
     difference = t * a + torch.expm1(-2 * a) * (1 - one_minus_phi)
     result = sign * (one_plus_g * a + (g * difference / (one_plus_g - g * one_minus_phi)).log1p())
     result = torch.where(infinite, s.detach(), result)
@@ -143,11 +144,11 @@ def _rows(input: Tensor, gamma: Tensor, temperature: Tensor, probs: bool, log: b
     given = input.to(compute_dtype(input.dtype))
     g, one_plus_g, beta = (_along_rows(parameter) for parameter in _parameters(gamma, temperature, given))
 
-    # Classes of probability zero take part in no arithmetic, so that no gradient meets 0 * inf.
+    # Classes with probability 0 are masked before any arithmetic, so that no gradient is 0 * inf.
     absent = given == (0 if probs else -math.inf)
     x = _with_spare_bits(torch.where(absent, 1.0, given), 2).log() if probs else torch.where(absent, 0.0, given)
 
-    # `following` is the largest of the others: a shift, which nothing depends on.
+    # `following` is the largest logit of the other classes. It is only a shift, so it needs no gradient.
     top = torch.where(absent, -math.inf, x).detach().argmax(-1, keepdim=True)
     is_top = torch.arange(x.shape[-1], device=x.device) == top
     apart = absent | is_top
@@ -155,8 +156,8 @@ def _rows(input: Tensor, gamma: Tensor, temperature: Tensor, probs: bool, log: b
     largest_other = torch.where(apart, -math.inf, x).detach().amax(-1, keepdim=True)
     alone = largest_other == -math.inf
     following = torch.where(alone, x_top.detach(), largest_other)
-    grid = 8.0  # the sum is rounded to 4 units in the last place of 1
-    least = -torch.finfo(x.dtype).max / 16  # a quotient that overflows stays a number, whose exponential is 0
+    grid = 8.0  # adding it rounds y to a multiple of 4 units in the last place of 1
+    least = -torch.finfo(x.dtype).max / 16  # keeps an overflowing quotient finite; its exponential is 0
     y = torch.where(apart, 0.0, (((x - following) * beta).clamp(min=least) + grid) - grid)
     gap = ((following - x_top) * beta).clamp(min=least)
     e = torch.where(apart, 0.0, y.exp())
@@ -194,7 +195,7 @@ def operator_name(kind: int) -> str:
 
 
 def check_arguments(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int) -> None:
-    """Checks all arguments but the values of the input and of parameters."""
+    """Checks all arguments except the values of input and parameters."""
     if not _LOGITS <= kind <= _BINARY:
         raise ValueError(f"focal_calibration_map: kind must be 0, 1 or 2, got {kind}")
     op = operator_name(kind)
@@ -216,7 +217,7 @@ def check_arguments(input: Tensor, gamma: float | Tensor, temperature: float | T
                 f"{op}: {name} must be a number or a floating-point tensor, got a tensor of "
                 f"{scalar_name(parameter.dtype)}"
             )
-        if is_host_number(parameter):  # one number may stay on the host
+        if is_host_number(parameter):  # a single number may be on the host
             continue
         check_same_device(op, name, parameter, input)
         if not fits(parameter, shape):
@@ -227,7 +228,7 @@ def check_arguments(input: Tensor, gamma: float | Tensor, temperature: float | T
 
 
 def raise_invalid_row(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int, row: int) -> None:
-    """Says why a row has no answer."""
+    """Raises the error that says why the result of a row is NaN."""
     op, name = operator_name(kind), "logits" if kind == _BINARY else "input"
     shape = input.shape if kind == _BINARY else input.shape[:-1]
 

@@ -1,8 +1,8 @@
 """The focal and inverse focal loss in plain torch.
 
-Label targets without smoothing need one number per row: with d the log-sum-exp of the other classes' logits minus the
-target's, log p = -softplus(d) and log(1 - p) = -softplus(-d), in which nothing cancels whichever class is the target.
-Probability targets and label smoothing, which give every class a weight, call :func:`focalkern.reference.focal_loss`.
+Labels without smoothing need one number per row: d, the log-sum-exp of the logits of the other classes minus the logit
+of the target. Then log p = -softplus(d) and log(1 - p) = -softplus(-d), without cancellation for any target. Class
+probabilities and label smoothing give every class a weight; they call :func:`focalkern.reference.focal_loss`.
 """
 
 import math
@@ -46,7 +46,7 @@ def focal_loss(
     label_smoothing: float,
     detach_modulation: bool,
 ) -> Tensor:
-    """The compiled module's focal_loss in plain torch. ``edges``: gamma is the table's gammas [n_bins]."""
+    """The compiled module's focal_loss in plain torch. With ``edges``, gamma is the gammas [n_bins] of a table."""
     ignore_index, label_smoothing = host_numbers("focal_loss", weight, ignore_index, label_smoothing)
     check_arguments("focal_loss", input, target, gamma, edges, weight, ignore_index, label_smoothing)
     input, dtype = promoted(input, target)
@@ -68,11 +68,11 @@ def focal_definition(
     detach_modulation: bool,
     spec: RowLossSpec = _FOCAL,
 ) -> Tensor:
-    """The loss -f log p of checked arguments in the dtype of the computation. It reads no value of a tensor."""
+    """The loss -f log p of checked arguments in the dtype of the computation. It does not synchronise."""
     real = compute_dtype(input.dtype)
     z = input.to(real).movedim(0 if input.dim() == 1 else 1, -1)
     if spec.factor is confidence_factor and has_float64(z.device):
-        z = z.to(torch.float64)  # a rounding of log p is one of p, by which the loss is multiplied
+        z = z.to(torch.float64)  # f = p^gamma, and p would inherit the rounding of log p
     gammas = gammas_of(gamma, edges, z)
     divisor: Tensor | float
     if target.is_floating_point():
@@ -85,7 +85,7 @@ def focal_definition(
 
 
 def promoted(input: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
-    """The input, in float64 where the target is, and the dtype of the loss."""
+    """The input, converted to float64 if the target is float64, and the dtype of the loss."""
     dtype = torch.float32 if autocasts(input) else input.dtype
     if target.is_floating_point() and target.dtype != input.dtype:
         # The loss has the dtype that logits and target probabilities promote to, as in torch.
@@ -95,7 +95,7 @@ def promoted(input: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 def check_range(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """A label out of range makes its row NaN where raising would synchronise the device."""
+    """Raises for a label out of range, unless reading labels would synchronise the device; its row is NaN there."""
     if target.is_floating_point() or not values_may_be_read(target):
         return
     label_range(op, target, classes, ignore_index)
@@ -119,7 +119,7 @@ def _of_labels(
     index = torch.where(in_range, labels, 0)
     row_weight = torch.ones_like(z[..., 0]) if weight is None else weight.to(z.dtype)[index]
     divisor = torch.where(valid, row_weight, 0.0).sum()
-    # Rows that do not count leave before anything is computed of them, so that a NaN in them stays there.
+    # Ignored rows become 0 first, so that a NaN in them does not reach loss or gradient.
     z = torch.where(valid.unsqueeze(-1), z, 0.0)
     if label_smoothing > 0:
         loss = spec.loss(
@@ -141,7 +141,7 @@ def _of_labels(
         if detach_modulation:
             factor = factor.detach()
         loss = -row_weight * times_log(factor, log_p)
-        if weight is not None:  # no weight, no loss, however improbable the class is
+        if weight is not None:  # a class with weight 0 has loss 0, even if its probability is 0
             loss = torch.where((row_weight == 0) & (log_p == -math.inf), 0.0, loss)
     loss = torch.where(in_range, loss, math.nan)
     return torch.where(valid, loss, 0.0), divisor
@@ -152,17 +152,17 @@ def _log_probability_of(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     index = index.unsqueeze(-1)
     z_target = z.gather(-1, index).squeeze(-1)
     is_target = torch.arange(z.shape[-1], device=z.device) == index
-    # The shift is a constant of the row. If it is infinite, inf - inf makes the row NaN, as it has to be.
+    # The shift needs no gradient. If it is +inf, inf - inf makes the row NaN, the required result.
     others = torch.where(is_target, -math.inf, z)
     largest = others.detach().amax(-1)
-    # The only class of a row has p = 1, whatever its logit.
+    # The only possible class of a row has p = 1 for any logit.
     alone = (largest == -math.inf) & z_target.isfinite()
     shift = torch.where(alone, 0.0, largest)
     total = (torch.where(is_target, -math.inf, z - shift.unsqueeze(-1))).exp().sum(-1)
     d = torch.where(alone, 1.0, total).log() + (shift - torch.where(alone, 0.0, z_target))
-    # A row with a +inf logit has no softmax: NaN.
+    # The softmax of a row with a +inf logit is not defined: NaN.
     d = d + torch.where(z_target == math.inf, z_target - z_target, 0.0)
-    # At p = 0 the slope of log(1 - p) is 0, and log(1 - p) too.
+    # At p = 0, log(1 - p) and its derivative are 0.
     absent = d == math.inf
     log_p = torch.where(alone, 0.0, F.logsigmoid(-d))
     log_u = torch.where(alone, -math.inf, torch.where(absent, 0.0, F.logsigmoid(torch.where(absent, 0.0, d))))
@@ -193,7 +193,7 @@ def _of_probabilities(
 
 
 def _classes_second(z: Tensor, labels: Tensor | None, probabilities: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits and target with the classes second, as focal_loss takes them: [C] or [N, C, d1, ...]."""
+    """Logits and target with the classes in dimension 1, as focal_loss expects: [C] or [N, C, d1, ...]."""
     target = labels if labels is not None else probabilities
     assert target is not None
     if z.dim() == 1:
@@ -202,14 +202,14 @@ def _classes_second(z: Tensor, labels: Tensor | None, probabilities: Tensor | No
 
 
 def gammas_of(gamma: float | Tensor, edges: Tensor | None, z: Tensor) -> Tensor | GammaTable:
-    """A table, or one gamma per row or for all rows. A number on the host stays there: no copy waits for the device."""
+    """A table, or gamma per row or for all rows. A host number stays there: copying it would synchronise the device."""
     if edges is not None:
         assert isinstance(gamma, Tensor)
         return GammaTable._unchecked(edges, gamma.detach())
     if isinstance(gamma, Tensor):
         return as_parameter(gamma, z)
     if torch.compiler.is_compiling():
-        # Not a constant of the graph: a new value must not cause a recompilation.
+        # A tensor, not a constant of the graph, so that a new value causes no recompilation.
         return torch.zeros((), dtype=z.dtype, device=z.device) + gamma
     return torch.full((), gamma, dtype=z.dtype, device=z.device)
 
@@ -250,13 +250,14 @@ def check_arguments(
 
 
 def host_numbers(op: str, weight: object, ignore_index: Any, label_smoothing: Any) -> tuple[int, float]:
-    """``ignore_index`` and ``label_smoothing`` as numbers of the host.
+    """``ignore_index`` and ``label_smoothing`` as Python numbers.
 
     Raises:
-        TypeError: pybind11 would reject one of the three; the operator's error names it.
+        TypeError: ``weight``, ``ignore_index`` or ``label_smoothing`` has a type that pybind11 would reject. The caller
+            turns it into an error that names the argument.
     """
     try:
-        # float() would read the number that a text writes.
+        # Strings are refused, because float() would parse them.
         if not (weight is None or isinstance(weight, Tensor)) or isinstance(label_smoothing, str | bytes):
             raise TypeError
         index = ignore_index if type(ignore_index) is int else operator.index(ignore_index)

@@ -7,7 +7,7 @@ from focalkern.fallback.calibration_map import calibration_map
 
 __all__ = ["map_nll_sums"]
 
-# Entries at a time: on the CPU what stays in its caches, elsewhere what keeps the device busy.
+# Logits per block: on the CPU as many as fit its caches, on other devices enough to use the device fully.
 _BLOCK = {"cpu": 1 << 19}
 _OTHER_BLOCK = 1 << 24
 _LOGITS = 0
@@ -17,7 +17,7 @@ _SUMS = 7
 def map_nll_sums(
     input: Tensor, target: Tensor, share: Tensor, gammas: Tensor | None, betas: Tensor, is_probs: bool
 ) -> Tensor:
-    r"""[B, 7] on the CPU: over the rows of each network, with beta = 1/T, the sums of share times
+    r"""[B, 7] on the CPU: for each network, with beta = 1/T, the sums over its rows of share times
 
     0 to 2. the loss -log p_y, its slope and its curvature in beta;
     3. the largest logit minus that of the target;
@@ -42,14 +42,15 @@ def map_nll_sums(
             scores = scores.log() if is_probs else scores
             scores = scores - scores.amax(-1, keepdim=True)
             of_target = scores.gather(1, labels.unsqueeze(1)).squeeze(1)
-            counted = torch.where((scores > -torch.inf).sum(1) > 1, part, 0.0)  # else nothing depends on the map
+            # A row with one possible class does not depend on the map.
+            counted = torch.where((scores > -torch.inf).sum(1) > 1, part, 0.0)
             if gammas is None:
                 sums = _at_zero(scores, of_target, counted, beta)
             else:
                 sums = _with_gamma(scores, labels, counted, float(gammas[network]), beta)
             gap = -_product(counted, of_target)
             found[network] += torch.stack([*sums[:3], gap, *sums[3:]])
-    return found.cpu()  # the only wait for the device
+    return found.cpu()  # the only synchronisation
 
 
 def _product(share: Tensor, values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from focalkern.fallback.focal_loss import focal_definition
 __all__ = ["batch_error", "mmce_loss_composite"]
 
 _MEAN = 1  # the code of the compiled module
-# The logarithm of a probability that is 0, where -inf would meet itself.
+# Stands for log 0, because -inf - (-inf) would be NaN.
 _NOTHING = -1e30
 
 
@@ -26,7 +26,7 @@ def mmce_loss_composite(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The operator of this name, in the dtype of the computation. The labels are in range: a kernel has read them."""
+    """The operator ``mmce_loss_composite``, in the dtype of the computation. A kernel has checked the labels."""
     z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
     labels = target.long()
     valid = labels != ignore_index
@@ -47,12 +47,12 @@ def batch_error(
     Args:
         z: logits [..., C].
         top: [..., 1] the top class.
-        correct: [..., 1] the share of the target that the top class has.
-        valid: [...] which samples count.
-        weighted: the form that balances correct and incorrect samples.
+        correct: [..., 1] the target probability of the top class.
+        valid: [...] bool, whether the sample is not ignored.
+        weighted: balance correct and incorrect samples.
         bandwidth: h of the kernel exp(-|r_i - r_j| / h).
     """
-    # Sums over the batch in float64: of one number per row, which a device without it hands to the CPU.
+    # Sums over the batch are float64. A device without float64 copies the one number per row to the CPU.
     odds = where_float64(_odds_against(z, top).reshape(-1)).double()
     r, one_minus_r = odds.neg().sigmoid(), odds.sigmoid()
     correct = where_float64(correct.reshape(-1)).double()
@@ -68,18 +68,18 @@ def batch_error(
     else:
         a = (lack - excess) / torch.where(count > 0, count, 1)
     squared = _laplacian_form(a, r, odds, bandwidth)
-    # At 0 the root has no derivative; 0 is taken. Rounding may leave the square just below 0.
+    # The derivative of the square root at 0 is defined as 0. Rounding may put the sum slightly below 0.
     positive = squared > 0
     return torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0), count
 
 
 def _odds_against(z: Tensor, index: Tensor) -> Tensor:
-    """Log odds [...] against the class ``index`` [..., 1] for logits [..., C]: log-sum-exp of the others, minus z_i.
+    """Log-odds [...] against the class ``index`` [..., 1] for logits [..., C]: log-sum-exp of the others, minus z_i.
 
-    With these odds s, p_i = sigmoid(-s) and 1 - p_i = sigmoid(s), and neither loses digits as the other goes to 1.
+    With these log-odds s, p_i = sigmoid(-s) and 1 - p_i = sigmoid(s), both without cancellation.
     """
     others = z.scatter(-1, index, _NOTHING)
-    # The difference of two logits, before any rounding of their size comes in.
+    # The difference of logits is computed first, because sums with large logits would round it away.
     top = others.detach().amax(-1, keepdim=True)
     return (others - top).exp().sum(-1).log() + (top - z.gather(-1, index)).squeeze(-1)
 
@@ -87,10 +87,10 @@ def _odds_against(z: Tensor, index: Tensor) -> Tensor:
 def _laplacian_form(a: Tensor, r: Tensor, odds: Tensor, h: float) -> Tensor:
     """sum_ij a_i a_j exp(-|r_i - r_j| / h) for r = sigmoid(-odds), float64, in O(N log N), without an [N, N] matrix.
 
-    The kernel is a product of exponentials on either side of r_i, so that prefix sums over the sorted r give both
-    sides. Samples of equal r are a third part, to which r contributes no derivative, as for |r_i - r_j| at 0.
+    On either side of r_i the kernel is a product of two exponentials, so prefix sums over the sorted r give the sums of
+    both sides. Samples with equal r are a third part without a derivative in r: |r_i - r_j| has none at 0.
     """
-    # Compares the odds: sigmoids of equal odds may differ in the last digit, depending on their position in memory.
+    # Compare the log-odds, because sigmoids of equal log-odds may differ in the last digit with the place in memory.
     against, order = odds.detach().neg().sort()
     r, a = r[order], a[order]
     first, behind = torch.searchsorted(against, against), torch.searchsorted(against, against, right=True)

@@ -1,5 +1,5 @@
-"""The other losses of rows in plain torch: their definitions in :mod:`focalkern.reference`, with the compiled module's
-arguments, checks and errors."""
+"""The row losses other than the focal loss in plain torch: the definitions of :mod:`focalkern.reference` with the
+arguments, checks and errors of the compiled module."""
 
 import math
 
@@ -61,7 +61,7 @@ def focal_loss_composite(
     kind: int = 0,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """The operator of this name. ``float32_loss``: whether autocast is on; the caller determines it."""
+    """The operator ``focal_loss_composite``. ``float32_loss``: whether autocast makes the loss float32."""
     spec = row_loss_of(kind)
     check_operator(spec, input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, epsilon)
@@ -80,7 +80,7 @@ def check_operator(
     ignore_index: int,
     label_smoothing: float,
 ) -> None:
-    """Checks all arguments but the range of labels."""
+    """Checks all arguments except the range of the labels."""
     check_arguments(spec.name, input, target, gamma, edges, weight, ignore_index, label_smoothing)
     if target.is_floating_point() and not spec.soft_target:
         found = scalar_name(target.dtype)
@@ -102,7 +102,7 @@ def _definition(
     detach_modulation: bool,
     epsilon: float,
 ) -> Tensor:
-    """The loss of checked arguments in the dtype of the computation. It reads no value of a tensor."""
+    """The loss of checked arguments in the dtype of the computation. It does not synchronise."""
     if "gamma" not in spec.parameters:
         gamma, edges = 0.0, None
     if spec.factor is not None:
@@ -121,7 +121,7 @@ def _definition(
         if weight is not None:
             row_weight = weight.to(z.dtype)[target]
         divisor = torch.where(valid, row_weight, 0.0).sum()
-        # Rows that do not count leave before anything is computed of them, so that a NaN in them stays there.
+        # Ignored rows become 0 first, so that a NaN in them does not reach loss or gradient.
         z = torch.where(valid.unsqueeze(class_dim), z, 0.0)
     loss = spec.loss(
         z,

@@ -1,4 +1,4 @@
-"""The losses of independent logits in plain torch: the compiled module's checks around the reference."""
+"""The losses of independent logits in plain torch: definitions of the reference, checks of the compiled module."""
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def sigmoid_loss_composite(
     ignore_index: int,
     float32_loss: bool,
 ) -> Tensor:
-    """The operator of this name. ``float32_loss``: under autocast, which the caller has looked at."""
+    """The operator ``sigmoid_loss_composite``. ``float32_loss``: whether autocast makes the loss float32."""
     check_arguments(input, target, gamma, second, weight, scores, kind, constant, reduction)
     loss = _definition(input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index)
     return loss if float32_loss else loss.to(input.dtype)
@@ -85,7 +85,7 @@ def _definition(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The loss of checked arguments in the dtype of the computation. It reads no value of a tensor."""
+    """The loss of checked arguments in the dtype of the computation. It does not synchronise."""
     x, how = input.to(compute_dtype(input.dtype)), REDUCTIONS[reduction]
     scored = target if scores is None else (target, scores)
     if kind == _FOCAL:
@@ -113,7 +113,7 @@ def check_arguments(
     constant: float,
     reduction: int,
 ) -> None:
-    """Checks all arguments of an operator but the labels' range."""
+    """Checks all arguments except the range of the labels."""
     if not 0 <= kind < len(NAMES):
         raise ValueError(f"sigmoid_loss: kind must be 0, 1, 2, 3, 4 or 5, got {kind}")
     op, gamma_name, second_name = NAMES[kind]

@@ -17,7 +17,7 @@ from focalkern.fallback._checks import (
 __all__ = ["in_order", "spline_coefficients", "spline_map", "spline_map_composite"]
 
 _OP = "spline_calibration_map"
-_LARGE = 0.75  # above, 1 - P comes from the sum of the other classes
+_LARGE = 0.75  # above this P, 1 - P is computed as the sum of the other classes
 
 
 def spline_coefficients(knots: Tensor, values: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ def spline_coefficients(knots: Tensor, values: Tensor) -> Tensor:
 
     .. math:: f(u) = \sum_{k=0}^3 c_{ik} (u - o_i)^k
 
-    on piece i, whose origin o_i is the knot to its left, or the first knot. It is a straight line on both outer pieces.
-    ``values`` may also be [m, n]: then there are n splines, [m + 1, 4, n]. Differentiable in both.
+    on piece i, whose origin o_i is the knot to its left, or the first knot. Both outer pieces are straight lines.
+    ``values`` [m, n] are n splines; the result is then [m + 1, 4, n]. Differentiable in knots and values.
 
     Source: Green & Silverman, Nonparametric Regression and Generalized Linear Models, 1994, section 2.1.
     """
@@ -54,10 +54,10 @@ def spline_coefficients(knots: Tensor, values: Tensor) -> Tensor:
 
 
 def in_order(input: Tensor, result: Tensor) -> Tensor:
-    """``result`` [..., C] of an increasing map of ``input``, with the order that rounding may have changed restored.
+    """Corrects the rounding of ``result`` [..., C], which is an increasing map of ``input``.
 
-    Equal inputs get equal results to the bit, larger inputs never smaller ones. Rows that are in order stay as they
-    are; in the others a class takes the largest result of the classes up to it.
+    Equal inputs get equal results to the bit, and a larger input never gets a smaller result. Rows in order are not
+    changed; in other rows each class gets the largest result among the classes whose input is not larger.
     """
     n_classes = input.shape[-1]
     rows, results = input.reshape(-1, n_classes), result.reshape(-1, n_classes)
@@ -69,7 +69,7 @@ def in_order(input: Tensor, result: Tensor) -> Tensor:
     if len(bad) == 0:
         return result
     raised = ordered[bad].cummax(-1).values
-    last = torch.cat([~same[bad], same.new_ones(len(bad), 1)], -1)  # of equal ones
+    last = torch.cat([~same[bad], same.new_ones(len(bad), 1)], -1)  # the last of each run of equal inputs
     raised = raised.where(last, torch.inf).flip(-1).cummin(-1).values.flip(-1)
     return results.index_copy(0, bad, torch.empty_like(raised).scatter_(-1, order[bad], raised)).reshape(result.shape)
 
@@ -110,7 +110,7 @@ def spline_map_composite(
     log_output: bool,
     wide: bool,
 ) -> Tensor:
-    """The operator of this name. ``wide``: under autocast, which the caller has looked at."""
+    """The operator ``spline_map_composite``. ``wide``: whether autocast makes the result float32."""
     _check(input)
     output = _definition(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, log_output)
     return output.to(torch.float32 if wide else input.dtype)
@@ -134,10 +134,10 @@ def _definition(
     keep_zeros: bool,
     log: bool,
 ) -> Tensor:
-    """The map of checked arguments in the widest type of the device. It reads no value of a tensor."""
+    """The map of checked arguments in the widest dtype of the device. It does not synchronise."""
     z = input.to(widest_dtype(input))
     factor, temperature, floor = parameters.to(z).unbind()
-    # A class at -inf takes no part, whose gradient would be 0 times inf.
+    # Classes at -inf are masked, because their gradient would be 0 * inf.
     lowest = z == (0 if is_probs else -math.inf)
     z = z.masked_fill(lowest, 1.0 if is_probs else 0.0)
     scaled = (z.log() if is_probs else z) / temperature
@@ -156,13 +156,13 @@ def _definition(
     if keep_zeros:
         scores = scores.masked_fill(lowest, -math.inf)
     output = scores.log_softmax(-1) if log else scores.softmax(-1)
-    if keep_zeros:  # constants: their own upstream gradients go nowhere
+    if keep_zeros:  # constants, so that upstream gradients of these classes have no effect
         output = output.masked_fill(lowest & output.isfinite().any(-1, keepdim=True), -math.inf if log else 0.0)
     return output if not is_probs else output + _nan_where_no_probabilities(input, output)
 
 
 def _nan_where_no_probabilities(input: Tensor, output: Tensor) -> Tensor:
-    """[..., 1]: NaN for rows that are no probabilities, 0 for others."""
+    """[..., 1]: NaN for rows that are not probabilities, 0 for others."""
     p = input.detach().to(output)
     off = (p.sum(-1, keepdim=True) - 1).abs() <= sum_tolerance(input.dtype)
     legal = off & (p >= 0).all(-1, keepdim=True)
@@ -171,7 +171,7 @@ def _nan_where_no_probabilities(input: Tensor, output: Tensor) -> Tensor:
 
 def _curve(u: Tensor, knots: Tensor, coefficients: Tensor) -> Tensor:
     where = u.detach()
-    if torch._C._are_functorch_transforms_active():  # which have no rule for a search
+    if torch._C._are_functorch_transforms_active():  # torch.func has no rule for bucketize
         piece = (where.unsqueeze(-1) > knots.detach()).sum(-1)
     else:
         piece = torch.bucketize(where, knots.detach())
@@ -181,7 +181,7 @@ def _curve(u: Tensor, knots: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _raise_invalid_row(input: Tensor, is_probs: bool, row: int) -> None:
-    """Says why a row has no answer."""
+    """Raises the error that says why the result of a row is NaN."""
     values = input.detach().reshape(-1, input.shape[-1])[row].cpu().double()
     for c, value in enumerate(values.tolist()):
         where = f"row {row}, class {c}"

@@ -5,7 +5,7 @@ Names, arguments and results are those of the compiled module:
 * ``input`` [N, C], logits or probabilities, with ``temperature`` T and ``floor`` e; ``target`` [N] int64;
   ``weight`` [N];
 * the curve: ``knots`` [m], ``basis`` [m + 1, 4, m] (the coefficients of the spline that is 1 at one knot and 0 at the
-  others), ``slope`` a and ``values`` [m]; they and the results in the curve lie on the CPU;
+  others), ``slope`` a and ``values`` [m]; they, and derivatives in them, are on the CPU;
 * ``of_x``, ``bias``: v and b [C], or None; ``extra``: [N, C], added to the scores, or None;
 * ``keep_zeros``: a logit of -inf keeps the probability 0.
 """
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _BLOCK = 1 << 19  # entries
-_LARGE = 0.75  # above, 1 - P comes from the sum of the other classes
+_LARGE = 0.75  # above this P, 1 - P is computed as the sum of the other classes
 
 # Log-odds are counted in bins of 1/64 from -60 to 60.
 _BINS_PER_UNIT, _HISTOGRAM_END = 64, 60
@@ -34,9 +34,9 @@ _BINS_PER_UNIT, _HISTOGRAM_END = 64, 60
 def spline_temperature_sums(
     input: Tensor, target: Tensor, weight: Tensor, betas: Tensor, floor: float, is_probs: bool
 ) -> Tensor:
-    """[2, B]: the sum of -w log((1 - e) softmax(z beta)_target + e / C) for each beta, and its slope in beta.
+    """[2, B]: the sum of -w log((1 - e) softmax(z beta)_target + e / C) for each beta, and its derivative in beta.
 
-    e may be 0; a label at a logit of -inf then has an infinite loss.
+    With e = 0, a label whose logit is -inf has an infinite loss.
     """
     sums = torch.zeros(2, len(betas), dtype=torch.float64)
     for block, labels, w in _blocks(input, target.unsqueeze(1), weight):
@@ -45,7 +45,7 @@ def spline_temperature_sums(
         for i, beta in enumerate(betas.tolist()):
             log_q = (gap * beta).log_softmax(-1)
             q = log_q.exp()
-            # 0 times -inf: an impossible class adds nothing to a mean of q.
+            # Impossible classes contribute 0 to the mean under q; 0 * -inf would be NaN.
             rise = (gap.gather(1, labels).squeeze(1)) - (q * gap.masked_fill(q == 0, 0.0)).sum(-1)
             log_p, share = log_q.gather(1, labels).squeeze(1), torch.ones_like(w)
             if floor > 0:
@@ -59,7 +59,8 @@ def spline_temperature_sums(
 
 
 def spline_spread(input: Tensor, weight: Tensor, scale: float, lowest: float, is_probs: bool) -> float:
-    """The sum of w times the variance of the logits over ``scale`` of a row, each at least the largest - ``lowest``."""
+    """The sum over rows of w times the variance of logits / ``scale``, each raised to at least the row's maximum -
+    ``lowest``."""
     total = 0.0
     for block, w in _blocks(input, weight):
         scores = _logits(block, is_probs) / scale
@@ -69,7 +70,7 @@ def spline_spread(input: Tensor, weight: Tensor, scale: float, lowest: float, is
 
 
 def spline_histogram(input: Tensor, weight: Tensor, temperature: float, floor: float, is_probs: bool) -> Tensor:
-    """[7680]: the weights w P (1 - P) of the log-odds u in bins of 1/64 from -60 to 60."""
+    """[7680]: histogram of the log-odds u with the weights w P (1 - P), in bins of 1/64 from -60 to 60."""
     n_bins = 2 * _HISTOGRAM_END * _BINS_PER_UNIT
     counts = torch.zeros(n_bins, dtype=torch.float64)
     for block, w in _blocks(input, weight):
@@ -81,7 +82,7 @@ def spline_histogram(input: Tensor, weight: Tensor, temperature: float, floor: f
 
 
 def spline_log_probs(input: Tensor, temperature: float, floor: float, is_probs: bool) -> Tensor:
-    """x [N, C]."""
+    """x [N, C], the floored log-probabilities."""
     return torch.cat([_features(block, temperature, floor, is_probs)[0] for (block,) in _blocks(input)])
 
 
@@ -123,7 +124,7 @@ def spline_curve_sums(
         power = log_probs.exp_()
         with_x = power * x
         squared = (with_x * x).sum(1) @ w
-        # [n, pieces]: the sums of p s^k, and of p x s^k, over the classes of a row that lie on a piece.
+        # [n, pieces]: sums of p s^k and of p x s^k over the classes of a row whose u lies on a piece.
         none = x.new_zeros(len(w), pieces)
         sums, sums_with_x = [], []
         for k in range(7):
@@ -164,9 +165,9 @@ def spline_linear_sums(
     keep_zeros: bool,
     want_slopes: bool,
 ) -> tuple[float, Tensor, Tensor, Tensor, Tensor | None]:
-    """Value and gradients of the sum of -w log p_target in (a, f) [m + 1], v [C] and b [C].
+    """Value of the sum of -w log p_target and its gradients in (a, f) [m + 1], v [C] and b [C].
 
-    With ``want_slopes`` also its slopes in the scores [N, C], else None.
+    With ``want_slopes`` also the gradient in the scores [N, C], else None.
     """
     device, pieces = input.device, len(knots) + 1
     nll, sum_of_x = 0.0, 0.0
@@ -180,7 +181,7 @@ def spline_linear_sums(
         scores = _plus((1 + slope) * x + _curve(basis @ values, piece, s), x, of_x, bias, *added)
         log_probs = _masked(scores, block, is_probs, keep_zeros).log_softmax(-1)
         nll -= float((log_probs.gather(1, labels).squeeze(1) * w).sum())
-        # Softmax minus one-hot; all other terms are sums of it.
+        # Softmax minus one-hot; all gradients are weighted sums of it.
         residual = log_probs.exp_()
         residual.scatter_add_(1, labels, residual.new_full((len(residual), 1), -1.0))
         residual *= w.unsqueeze(1)
@@ -204,7 +205,7 @@ def _given(column: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _blocks(input: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of [N, C] and of what belongs to a row, about :data:`_BLOCK` entries at a time."""
+    """Blocks of rows of the input [N, C] and the columns [N, ...], about :data:`_BLOCK` logits each."""
     rows = max(1, _BLOCK // input.shape[1])
     return zip(input.split(rows), *(column.split(rows) for column in columns), strict=True)
 
@@ -215,7 +216,7 @@ def _logits(input: Tensor, is_probs: bool) -> Tensor:
 
 
 def _features(input: Tensor, temperature: float, floor: float, is_probs: bool) -> tuple[Tensor, Tensor]:
-    """x and u."""
+    """x and u [n, C]: floored log-probabilities and their log-odds."""
     probs = (_logits(input, is_probs) / temperature).softmax(-1) * (1 - floor) + floor / input.shape[-1]
     x = probs.log()
     large = probs > _LARGE
@@ -224,7 +225,7 @@ def _features(input: Tensor, temperature: float, floor: float, is_probs: bool) -
 
 
 def _located(u: Tensor, knots: Tensor) -> tuple[Tensor, Tensor]:
-    """The piece of every u, and u minus its origin."""
+    """The piece of every u, and u minus the origin of its piece."""
     piece = torch.bucketize(u, knots)
     return piece, u - torch.cat([knots[:1], knots])[piece]
 

@@ -1,24 +1,24 @@
 """Losses for training: modules that replace ``torch.nn.CrossEntropyLoss``.
 
-Called with logits [C], [N, C] or [N, C, d1, ...] and labels [], [N] or [N, d1, ...] (int64, int32, uint8) or class
-probabilities of the shape of the logits. Four options have the same meaning as in cross-entropy:
+A loss is called with logits [C], [N, C] or [N, C, d1, ...] and labels [], [N] or [N, d1, ...] (int64, int32, uint8), or
+class probabilities of the shape of the logits. Four options have the same meaning as in cross-entropy:
 
 weight
-    [C] class weights, a buffer. Where a loss is no sum over the classes of the target (Brier, the norm of the logits),
-    a sample has the weight of its label, or the mean of the weights under its class probabilities.
+    [C] class weights, a buffer. In a loss that is not a sum over the classes of the target (Brier, the norm of the
+    logits), a sample has the weight of its label, or the mean of the weights under its class probabilities.
 ignore_index
     Samples with this label count neither in the loss nor in the mean; their logits may be NaN.
 reduction
     "none", "mean" or "sum"; the mean divides by the summed weight of the samples that count.
 label_smoothing
-    Mixes the target with the uniform distribution. Label smoothing as a baseline is thus
-    ``FocalLoss(0.0, label_smoothing=0.05)``, or torch's own cross-entropy, and has no class here.
+    Mixes the target with the uniform distribution. For label smoothing as a baseline use
+    ``FocalLoss(0.0, label_smoothing=0.05)`` or torch's cross-entropy.
 
-The focal family and the Brier score run in fused kernels, and schedules are tables that are looked up there: a step
-neither waits for the device nor loops in Python, and other values in a table compile nothing again. MMCE and the norm
-of the logits are plain torch around them.
-Nowhere is an epsilon or a clamp on a probability; half-precision logits are computed in float32, and the loss has the
-dtype of the logits (float32 under autocast). Labels out of range are treated as in :func:`focalkern.focal_loss`.
+Fused kernels compute the focal family and the Brier score, and look up the tables of schedules. So a training step does
+not synchronise the device or loop in Python, and new values in a table cause no recompilation. The norm of the logits,
+and MMCE where it has no kernel, are plain torch.
+No loss adds an epsilon to a probability or clamps it. Half-precision logits are computed in float32, and the loss has
+the dtype of the logits (float32 under autocast). Labels out of range are treated as in :func:`focalkern.focal_loss`.
 
 A module's state is loaded completely or, on an error, not at all.
 """

@@ -20,7 +20,7 @@ from focalkern.metrics import reliability_bins
 
 
 class AdaFocalLoss(FocalFamily):
-    r"""AdaFocal: one gamma per bin of confidence, which follows the calibration error of that bin in validation.
+    r"""AdaFocal: one gamma per bin of confidence, adapted to the calibration error of the bin on validation samples.
 
     .. math::
         L = -(1 - p)^{\gamma_b} \log p \;\; (\gamma_b \ge 0), \qquad
@@ -44,8 +44,8 @@ class AdaFocalLoss(FocalFamily):
         n_bins: at least 1.
         lam: lambda, at least 0.
         gamma_init: gamma of all bins in the first epoch.
-        gamma_max, gamma_min: what gamma is clipped to. Below -3.591 the slope of the inverse focal loss changes sign
-            near p = 0.28, which is warned about.
+        gamma_max, gamma_min: bounds to which gamma is clipped. A gamma_min below -3.591, where the slope of the inverse
+            focal loss changes sign near p = 0.28, causes a warning.
         switch: the threshold S_th, at least 0.
         weight: [C] class weights, floating point; None for equal weights.
         ignore_index: label whose samples count neither in the loss nor in the mean.
@@ -58,29 +58,29 @@ class AdaFocalLoss(FocalFamily):
         bin_edges: float64 [n_bins + 1], a buffer.
         bin_gammas: float64 [n_bins], a buffer.
         history: list of :class:`AdaFocalRecord`, one per update; ``focalkern.plots.adafocal_history`` draws it.
-        n_accumulated: validation samples that wait for the next update.
+        n_accumulated: number of validation samples accumulated for the next update.
 
-    The state (``state_dict``) has the bins, the history and the samples that wait, so that training can continue from
-    it at any point. The settings come from the constructor; gammas outside its [gamma_min, gamma_max] raise an error.
-    It is three tensors, of which ``_extra_state`` are the bytes of history and samples, and its length changes with
-    them. It is this process's: in distributed training, samples that wait on other ranks are in their states. The
-    buffers go to the device of the logits by themselves.
+    The ``state_dict`` holds the bins, the history and the accumulated samples, so that training can continue from any
+    point. The settings come from the constructor; loading gammas outside its [gamma_min, gamma_max] raises an error.
+    The state has three tensors; the third, ``_extra_state``, holds history and samples as bytes, so its length varies.
+    In distributed training, the ``state_dict`` of each rank holds only the samples of that rank. The buffers move to
+    the device of the logits at the first call.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, value or shape; gamma_init outside [gamma_min, gamma_max].
 
-    Source: Ghosh, Schaaf & Gormley, NeurIPS 2022. Their code (github.com/3mcloud/adafocal) sums the loss
-    over the batch where the default here is the mean, adds 1e-20 to 1 - p, and finds gamma on the host, sample by
-    sample; bins, look-up by p, update, switch and clipping are the same.
+    Source: Ghosh, Schaaf & Gormley, NeurIPS 2022. Their code (github.com/3mcloud/adafocal) sums the loss over the batch
+    (the default here is the mean), adds 1e-20 to 1 - p, and looks up gamma on the host, sample by sample; bins, look-up
+    by p, update, switch and clipping are the same.
 
     Example:
         >>> criterion = fk.AdaFocalLoss(n_bins=2)
         >>> logits, target = torch.tensor([[3.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.5, 0.0]]), torch.tensor([0, 1, 0, 1])
-        >>> criterion.accumulate(logits, target)  # in validation, batch by batch
-        >>> record = criterion.update()  # and once after it
+        >>> criterion.accumulate(logits, target)  # for each validation batch
+        >>> record = criterion.update()  # once after validation
         >>> record.confidence - record.accuracy
         tensor([ 0.3059, -0.0474], dtype=torch.float64)
-        >>> criterion.bin_gammas  # 1 times exp of these; training goes on with them
+        >>> criterion.bin_gammas  # gamma_init = 1 times exp of these errors; the gammas of the next epoch
         tensor([1.3579, 0.9537], dtype=torch.float64)
     """
 
@@ -139,7 +139,7 @@ class AdaFocalLoss(FocalFamily):
 
     @property
     def n_accumulated(self) -> int:
-        """Validation samples that wait for the next update, on this rank.
+        """Number of validation samples accumulated on this rank for the next update.
 
         Example:
             >>> criterion = fk.AdaFocalLoss()
@@ -153,7 +153,7 @@ class AdaFocalLoss(FocalFamily):
         return sum(len(confidence) for confidence in self._confidence)
 
     def reset(self) -> None:
-        """Forgets the validation samples that wait for the next update. Bins, gammas and history stay.
+        """Discards the validation samples accumulated for the next update. Bins, gammas and history stay.
 
         Example:
             >>> criterion = fk.AdaFocalLoss()
@@ -166,10 +166,10 @@ class AdaFocalLoss(FocalFamily):
 
     @torch.no_grad()
     def accumulate(self, logits: Tensor, target: Tensor) -> None:
-        """Takes a validation batch into the statistics of the next update.
+        """Adds a validation batch to the statistics of the next update.
 
-        Keeps, on the CPU, one confidence (float32; float64 for float64 logits) and one bool per sample. It looks at
-        the values, and so waits for the device.
+        It keeps, on the CPU, one confidence (float32; float64 for float64 logits) and one bool per sample. It reads
+        values, which synchronises the device.
 
         Args:
             logits: [C], [N, C] or [N, C, d1, ...], floating point.
@@ -195,11 +195,11 @@ class AdaFocalLoss(FocalFamily):
         """Computes new bins and updates their gammas from the accumulated samples, then clears these samples.
 
         In distributed training every rank must call it. It gathers the confidences of all ranks (a rank may have
-        none), so that all ranks get the bins and gammas of one process with all samples. If each rank has the whole
-        validation set, ``distributed=False`` skips the gathering.
+        none), so that all ranks get the same bins and gammas as one process with all samples. If each rank has the
+        whole validation set, ``distributed=False`` skips the gathering.
 
         Args:
-            logits, target: a batch to take into the statistics first, as :meth:`accumulate` does.
+            logits, target: a batch that is passed to :meth:`accumulate` first.
             distributed: gather the samples of all ranks, if torch.distributed is initialised.
             group: process group to gather over; default: all ranks.
 
@@ -207,9 +207,9 @@ class AdaFocalLoss(FocalFamily):
             The record that was appended to ``history``.
 
         Raises:
-            TypeError, ValueError, IndexError: as :meth:`accumulate`; no sample on any rank. Bins, gammas, history and
-                accumulated samples stay as they were.
-            RuntimeError: another rank has raised one of these.
+            TypeError, ValueError, IndexError: as :meth:`accumulate`; ValueError if no rank has a sample. Bins, gammas,
+                history and accumulated samples stay unchanged.
+            RuntimeError: another rank has raised one of these errors.
         """
         distributed = flag("AdaFocalLoss.update", "distributed", distributed)
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
@@ -217,7 +217,7 @@ class AdaFocalLoss(FocalFamily):
         confidence, correct = list(self._confidence), list(self._correct)
         problem: Exception | None = None
         if (logits is None) != (target is None):
-            problem = ValueError("AdaFocalLoss.update: logits and target go together, got one of them")
+            problem = ValueError("AdaFocalLoss.update: logits and target must both be given or both None, got one")
         elif logits is not None and target is not None:
             try:
                 batch = self._validation_samples("update", logits, target)
@@ -248,15 +248,16 @@ class AdaFocalLoss(FocalFamily):
         accuracy: Tensor | Sequence[float],
         counts: Tensor | Sequence[int] | None = None,
     ) -> AdaFocalRecord:
-        """Moves the gammas by given statistics, which must be the same on every rank.
+        """Updates the gammas from given statistics, which must be the same on every rank.
 
         Args:
-            bin_edges: [n_bins + 1], finite and ascending (equal neighbours are an empty bin): the bins from here on.
+            bin_edges: [n_bins + 1], finite and ascending (equal neighbours are an empty bin): the new bins.
             mean_confidence: [n_bins], of the validation samples in each bin, a fraction.
             accuracy: [n_bins], a fraction.
-            counts: [n_bins], samples in each bin. Where it is 0 the gamma is kept, and the other two may be NaN.
+            counts: [n_bins], number of samples in each bin. A bin with 0 samples keeps its gamma, and its confidence
+                and accuracy may be NaN.
 
-        Tensors, NumPy arrays or sequences of numbers. The samples of :meth:`accumulate` are not changed.
+        The arguments are tensors, NumPy arrays or sequences of numbers. Samples added by :meth:`accumulate` stay.
 
         Returns:
             The record that was appended to ``history``.
@@ -264,12 +265,12 @@ class AdaFocalLoss(FocalFamily):
         Raises:
             TypeError: not numbers.
             ValueError: wrong lengths; edges that descend or are not finite; a statistic outside [0, 1] or NaN. The
-                state stays as it was.
+                state stays unchanged.
 
         Example:
             >>> criterion = fk.AdaFocalLoss(n_bins=2, lam=1.0)
             >>> record = criterion.update_bins([0.0, 0.5, 1.0], mean_confidence=[0.4, 0.9], accuracy=[0.4, 0.6])
-            >>> record.bin_gammas  # the second bin is over-confident by 0.3: times exp(0.3)
+            >>> record.bin_gammas  # the second bin is over-confident by 0.3: its gamma is multiplied by exp(0.3)
             tensor([1.0000, 1.3499], dtype=torch.float64)
         """
         op = "AdaFocalLoss.update_bins"
@@ -286,7 +287,7 @@ class AdaFocalLoss(FocalFamily):
         statistics = []
         for name, given in (("mean_confidence", mean_confidence), ("accuracy", accuracy)):
             values = _statistics(op, name, given, self.n_bins)
-            # Written so that NaN fails too. A mean of float32 numbers may be above 1 by its rounding.
+            # The comparisons are false for NaN, so NaN raises too. Rounding may put a mean of float32 numbers above 1.
             wrong = full & ~((values >= 0) & (values <= 1 + 1e-3))
             if bool(wrong.any()):
                 bin = int(wrong.nonzero()[0])
@@ -313,7 +314,7 @@ class AdaFocalLoss(FocalFamily):
         return confidence.cpu(), correct.cpu()
 
     def _adapt(self, edges: Tensor, confidence: Tensor, accuracy: Tensor, count: Tensor | None) -> AdaFocalRecord:
-        """The update rule. Everything was checked; statistics are float64 on the CPU, NaN in empty bins."""
+        """The update rule for checked arguments. Statistics are float64 on the CPU, NaN in empty bins."""
         gamma = self.bin_gammas.detach().double().cpu()
         error = confidence - accuracy
         sign = torch.where(gamma > 0, 1.0, -1.0).double()
@@ -321,7 +322,7 @@ class AdaFocalLoss(FocalFamily):
         updated = torch.where(updated.abs() < self.switch, -sign * self.switch, updated)
         updated = updated.clamp(self.gamma_min, self.gamma_max)
         updated = torch.where(error.isnan(), gamma, updated)
-        # In place: compiled and captured steps read the same memory.
+        # In place, because compiled graphs and CUDA graphs read this memory.
         self.bin_edges.copy_(edges)
         self.bin_gammas.copy_(updated)
         record = AdaFocalRecord(edges, confidence, accuracy, count, updated)
@@ -340,7 +341,7 @@ class AdaFocalLoss(FocalFamily):
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)
         gammas = GammaTable(state["bin_edges"], state["bin_gammas"]).gammas
-        # A state that was cast to half precision has its ends rounded.
+        # Casting a state to half precision rounds gammas at the bounds.
         slack = torch.finfo(gammas.dtype).eps * max(-self.gamma_min, self.gamma_max)
         if bool(((gammas < self.gamma_min - slack) | (gammas > self.gamma_max + slack)).any()):
             raise ValueError(
@@ -354,7 +355,8 @@ class AdaFocalLoss(FocalFamily):
 def _gather(
     parts: tuple[Tensor, Tensor], problem: Exception | None, group: Any
 ) -> tuple[tuple[Tensor, Tensor], Exception | None]:
-    """The validation samples of all ranks, and the error of any: where one rank fails, all must, or they would wait."""
+    """The validation samples of all ranks, and an error if any rank has one. All ranks must then raise: otherwise the
+    others would wait for the rank that failed."""
     everywhere: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, (*parts, None if problem is None else str(problem)), group=group)
     for rank, (_, _, message) in enumerate(everywhere):
@@ -377,7 +379,7 @@ def _statistics(op: str, name: str, values: Any, length: int) -> Tensor:
 
 
 def _check_edges(op: str, edges: Tensor) -> None:
-    # Written so that NaN fails too.
+    # The comparison is false for NaN, so NaN raises too.
     ascending = (edges[1:] >= edges[:-1]) & edges[1:].isfinite() & edges[:-1].isfinite()
     if not bool(ascending.all()):
         raise ValueError(f"{op}: bin_edges must be finite and ascending, got {edges.tolist()}")

@@ -8,20 +8,20 @@ from torch import Tensor
 
 __all__ = ["AdaFocalRecord", "packed", "unpacked"]
 
-# History and waiting samples as one tensor of bytes: safetensors takes only tensors, and casts and averages of
+# History and accumulated samples are one tensor of bytes: safetensors accepts only tensors, and casts and averages of
 # floating-point states leave bytes unchanged.
 _FORMAT, _HEADER = 1, 5
 
 
-@dataclass(frozen=True, eq=False)  # equality of tensors is no single answer
+@dataclass(frozen=True, eq=False)  # == on tensors is elementwise
 class AdaFocalRecord:
     """One update of an :class:`AdaFocalLoss`. All tensors are on the CPU; statistics are fractions, float64.
 
     Attributes:
-        bin_edges: [n_bins + 1], the bins from here on.
+        bin_edges: [n_bins + 1], the new bins.
         confidence: [n_bins], mean top-1 confidence of the validation samples in each bin, NaN for an empty bin.
-        accuracy: [n_bins], the fraction of them that is correct, NaN for an empty bin.
-        count: [n_bins], int64, how many they are; None when :meth:`AdaFocalLoss.update_bins` was not told.
+        accuracy: [n_bins], the fraction of correct samples in each bin, NaN for an empty bin.
+        count: [n_bins], int64, number of samples in each bin; None if :meth:`AdaFocalLoss.update_bins` got no counts.
         bin_gammas: [n_bins], after the update.
 
     Example:
@@ -52,13 +52,13 @@ def packed(n_bins: int, history: list[AdaFocalRecord], confidence: list[Tensor],
 
 
 def unpacked(n_bins: int, state: Any) -> tuple[list[AdaFocalRecord], Tensor, Tensor]:
-    """The history, and confidence and correctness of the samples that wait; raises for anything else."""
-    if isinstance(state, dict):  # as versions before 0.2 saved it
+    """The history, and confidence and correctness of the accumulated samples; raises for an invalid state."""
+    if isinstance(state, dict):  # the format of versions before 0.2
         return _from_dict(state)
-    damaged = ValueError("AdaFocalLoss: _extra_state must be the bytes that were saved, of as many bins and whole")
+    damaged = ValueError("AdaFocalLoss: _extra_state must be the saved bytes of a loss with the same n_bins, complete")
     if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1 or len(state) % 8:
         raise damaged
-    # A copy: bytes from a file may have any alignment.
+    # Copy, because bytes from a file may be unaligned.
     numbers = state.cpu().clone().view(torch.float64)
     if len(numbers) < _HEADER or not bool((numbers[:_HEADER] >= 0).all()):  # NaN fails too
         raise damaged
@@ -104,5 +104,5 @@ def _samples(confidence: Any, correct: Any) -> tuple[Tensor, Tensor]:
         and confidence.shape == correct.shape
         and bool(((confidence >= 0) & (confidence <= 1 + 1e-3)).all())  # NaN fails too
     ):
-        raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence, and these in [0, 1]")
+        raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence, confidences in [0, 1]")
     return confidence, correct

@@ -1,4 +1,4 @@
-"""Shared by the losses: the options of cross-entropy, and batches in the form that the plain losses compute with."""
+"""Code shared by the losses: the options of cross-entropy, and batches in the form of the losses in plain torch."""
 
 import math
 import os
@@ -16,11 +16,11 @@ from focalkern._types import FLOATS, HALVES, LABELS, Reduction, compute_dtype
 
 
 class Loss(nn.Module):
-    """The options of cross-entropy, checked once, and a state that loads whole or not at all."""
+    """Base of the losses with the options of cross-entropy. It checks them once, and loads a state all or nothing."""
 
     weight: Tensor | None
 
-    # Buffers that keep their dtype when a model is cast to half precision with the loss inside.
+    # Buffers that keep their dtype when a model that contains the loss is cast to half precision.
     _exact_buffers: tuple[str, ...] = ()
     # Entries in states of earlier versions that this version does not have.
     _optional_state: frozenset[str] = frozenset()
@@ -72,8 +72,8 @@ class Loss(nn.Module):
         Raises:
             TypeError: dtype or kind of an argument.
             ValueError: shape or device of an argument.
-            IndexError: a label outside [0, C) that is not ``ignore_index``. On CUDA, where a check would wait for the
-                device, such a row is NaN unless FOCALKERN_VALIDATE=1.
+            IndexError: a label outside [0, C) that is not ``ignore_index``. On CUDA, where a check would synchronise
+                the device, such a row is NaN unless FOCALKERN_VALIDATE=1.
         """
         raise NotImplementedError
 
@@ -117,15 +117,16 @@ class Loss(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # torch copies the entries that fit before it reports the others; half a schedule would be worse than none.
+        # torch copies the valid entries before it reports the invalid ones. A half-loaded schedule must not happen, so
+        # check all entries first.
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         current = self.state_dict()
         expected = current.keys() | (own.keys() & self._optional_state)
-        # A state that does not name its class, such as a checkpoint of cross-entropy or a .safetensors file, is loaded
-        # by names.
+        # A state without the name of its class (a checkpoint of cross-entropy, a .safetensors file) is matched by the
+        # names of its entries.
         kind = local_metadata.get(_KIND, _kind_of(self))
         if kind != _kind_of(self):
-            # Among the keys, the only errors that strict=False lets pass.
+            # Reported as missing and unexpected keys, because strict=False permits only those.
             missing_keys += [prefix + name for name in current]
             unexpected_keys += [prefix + name for name in own]
             unexpected_keys.append(
@@ -148,7 +149,7 @@ class Loss(nn.Module):
         )
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        """Raises unless the state, which has the right names, can be loaded."""
+        """Raises unless the state can be loaded. The names of its entries are already checked."""
         for name, current in self.state_dict().items():
             if name == "_extra_state":
                 continue
@@ -160,17 +161,17 @@ class Loss(nn.Module):
                 )
 
 
-# In the metadata of a state, which torch.save keeps with the tensors and model code does not see.
+# Key in the metadata of a state. torch.save stores the metadata, but code that iterates over the state does not see it.
 _KIND = "focalkern_loss"
 
 
 def _kind_of(loss: Loss) -> str:
-    """The loss of this library that a class is, or is derived from."""
+    """The name of the first class of focalkern among the class of the loss and its bases."""
     return next(kind.__name__ for kind in type(loss).__mro__ if kind.__module__.startswith("focalkern."))
 
 
 def described(value: object) -> str:
-    """A description of an invalid setting; class weights, cross-entropy's first argument, have their own words."""
+    """A description of an invalid setting. A tensor may be class weights, the first argument of cross-entropy."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.is_nested:
@@ -180,7 +181,7 @@ def described(value: object) -> str:
 
 
 def number(op: str, name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> float:
-    # float() would also read tensors, whose values it would have to fetch.
+    # Tensors are refused, because float() would synchronise their device.
     if isinstance(value, bool | Tensor):
         raise TypeError(f"{op}: {name} must be a number, got {described(value)}")
     found = any_number(op, name, value)
@@ -192,13 +193,13 @@ def number(op: str, name: str, value: object, *, low: float = -math.inf, high: f
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Logits and targets of a batch in the form that the plain losses compute with; "..." is N, d1, ..."""
+    """Logits and targets of a batch in the form used by the losses in plain torch; "..." is N, d1, ..."""
 
-    z: Tensor  # [..., C], float32 or float64; 0 in ignored rows, whose values must not come through
+    z: Tensor  # [..., C], float32 or float64; 0 in ignored rows, which may hold NaN
     index: Tensor | None  # [...] labels, 0 where ignored
     probabilities: Tensor | None  # [..., C] instead of labels
-    weight: Tensor | None  # [...] weight of the sample: that of its label, or the mean over its class probabilities
-    valid: Tensor  # [...] bool
+    weight: Tensor | None  # [...] weight of the sample: of its label, or the mean under its class probabilities
+    valid: Tensor  # [...] bool: whether the sample is not ignored
 
     def target(self, smoothing: float) -> Tensor:
         """Target probabilities [..., C] after label smoothing."""
@@ -217,14 +218,14 @@ class Batch:
         return self.probabilities.gather(-1, index)
 
     def label(self) -> Tensor:
-        """The class [..., 1] that has most of the target."""
+        """The class [..., 1] with the largest target probability."""
         if self.index is not None:
             return self.index.unsqueeze(-1)
         assert self.probabilities is not None
         return self.probabilities.argmax(-1, keepdim=True)
 
     def reduce(self, loss: Tensor, reduction: Reduction, *, weighted: bool = False) -> Tensor:
-        """Reduces a loss per sample [...] as cross-entropy does; ``weighted``: the loss already has its weights."""
+        """Reduces a loss per sample [...] as cross-entropy does. ``weighted``: the loss includes its weights."""
         weight = torch.ones_like(loss) if self.weight is None else self.weight
         weight = torch.where(self.valid, weight, 0.0)
         loss = torch.where(self.valid, loss if weighted else weight * loss, 0.0)
@@ -262,7 +263,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Batch:
     values_are_there = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     if values_are_there and (target.device.type == "cpu" or _validating()):
         check_range(op, target, n_classes, loss.ignore_index)
-    # On CUDA the host does not read labels: a row whose label is out of range becomes NaN, as in focal_loss.
+    # On CUDA labels are not read: a label out of range makes its row NaN, as in focal_loss.
     counts = valid & (index >= 0) & (index < n_classes)
     z = torch.where(counts.unsqueeze(-1), z, torch.where(valid, math.nan, 0.0).to(z.dtype).unsqueeze(-1))
     index = torch.where(counts, index, 0)
@@ -270,7 +271,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Batch:
 
 
 def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "input") -> int:
-    """Checks kinds and shapes; returns the class axis."""
+    """Checks types and shapes; returns the class dimension."""
     for name, value in ((input_name, input), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
@@ -310,7 +311,7 @@ def _validating() -> bool:
 
 
 def in_dtype_of(loss: Tensor, input: Tensor) -> Tensor:
-    """The loss in the dtype of the logits, or as computed, in float32, for half-precision logits under autocast."""
+    """The loss in the dtype of the logits; in float32 for half-precision logits under autocast."""
     is_half = input.dtype in HALVES
     return loss if is_half and autocast_is_on(input.device.type) else loss.to(input.dtype)
 

@@ -1,4 +1,4 @@
-"""Dual focal loss and the baselines of the papers. The norm of the logits is plain torch, and MMCE without a kernel."""
+"""Dual focal loss and the baselines of the papers. The logit norm is plain torch, as is MMCE if it has no kernel."""
 
 from typing import Literal
 
@@ -13,18 +13,19 @@ from focalkern.ops.softmax_losses import brier_loss, dual_focal_loss, mmce_loss
 
 
 class DualFocalLoss(Loss):
-    r"""Dual focal loss: the factor sees the strongest rival of the target class too.
+    r"""Dual focal loss: the factor also depends on the next lower probability p_j.
 
     .. math:: L = -(1 - p_y + p_j)^\gamma \log p_y
 
-    p_j is the largest probability strictly below p_y, 0 if there is none; the gradient goes through both.
+    p_j is the largest probability strictly below p_y, or 0 if no probability is below. The gradient goes through p_y
+    and p_j.
 
     Args:
         gamma: a number, at least 0. 0 is cross-entropy.
         weight: [C] class weights, floating point; None for equal weights.
         ignore_index: samples with this label have loss 0 and do not count in the mean.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
-        label_smoothing: e in [0, 1]. ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` then, with t = (1 - e)
+        label_smoothing: e in [0, 1]. With it ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` with t = (1 - e)
             onehot + e / C, as in the focal loss. Each class i has its own next lower probability p_j(i).
         detach_modulation: treat the factor before log p as a constant.
 
@@ -76,8 +77,8 @@ class BrierLoss(Loss):
 
     .. math:: L = w \sum_k (p_k - t_k)^2
 
-    with t the target after label smoothing and w the weight of the sample. Between 0 and 2, a sum over the classes as
-    in :func:`focalkern.metrics.brier_score` (``torch.nn.MSELoss`` would divide it by C).
+    with t the target after label smoothing and w the weight of the sample. The score is between 0 and 2. It is a sum
+    over the classes, as in :func:`focalkern.metrics.brier_score` (``torch.nn.MSELoss`` would divide it by C).
 
     Args:
         weight: [C] class weights, floating point; None for equal weights.
@@ -115,14 +116,14 @@ class MMCELoss(Loss):
     .. math::
         L = \text{CE} + \lambda \sqrt{\sum_{ij} a_i a_j e^{-|r_i - r_j| / h}}, \qquad a_i = (c_i - r_i) / m
 
-    over the m samples that are not ignored, with r the top-1 confidence and c = 1 where the top class is the target,
-    0 elsewhere (with class probabilities: the target's probability of the top class). ``weighted`` is the form that
-    balances correct and incorrect samples:
+    over the m samples that are not ignored, with r the top-1 confidence, and c = 1 if the top class is the target and 0
+    if not (with class probabilities: the target's probability of the top class). ``weighted=True`` balances correct and
+    incorrect samples:
 
     .. math:: a_i = c_i (1 - r_i) / m_{correct} - (1 - c_i) r_i / m_{incorrect}
 
-    It is 0 for a batch without either, as in the published code. Both cost O(N log N) time and O(N) memory, although
-    the sum has N^2 terms, and are summed in float64.
+    The balanced term is 0 for a batch without correct or without incorrect samples, as in the published code. Both
+    forms take O(N log N) time and O(N) memory, although the sum has N^2 terms, and are summed in float64.
 
     Args:
         coefficient: lambda, at least 0.
@@ -131,17 +132,17 @@ class MMCELoss(Loss):
         weight: [C] class weights, floating point, in the cross-entropy only; None for equal weights.
         ignore_index: samples with this label have loss 0 and do not count in the mean.
         reduction: "mean" or "sum". With "sum", the loss is the summed cross-entropy plus m times the second term. There
-            is no "none": the error belongs to the batch.
+            is no "none", because the error is a property of the batch.
         label_smoothing: e in [0, 1], in the cross-entropy only.
 
-    The derivative of the root at 0 is taken as 0. Under ``torch.use_deterministic_algorithms`` CUDA refuses the prefix
-    sums in here.
+    At 0, the derivative of the square root is defined as 0. Under ``torch.use_deterministic_algorithms`` CUDA raises an
+    error, because its prefix sums are not deterministic.
 
     Raises:
         TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
 
     Source: Kumar, Sarawagi & Jain, Trainable Calibration Measures for Neural Networks from Kernel Mean Embeddings, ICML
-    2018. (The code of Mukhoti et al. leaves out the root in the plain form, and divides the weighted sums twice.)
+    2018. (The code of Mukhoti et al. omits the square root in the plain form, and divides the weighted sums twice.)
 
     Example:
         >>> logits, target = torch.tensor([[4.0, 0.0], [3.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1, 0])
@@ -164,9 +165,7 @@ class MMCELoss(Loss):
     ) -> None:
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         if reduction == "none":  # type: ignore[comparison-overlap]
-            raise ValueError(
-                "MMCELoss: reduction must be 'mean' or 'sum', got 'none': a batch has one error, a sample none"
-            )
+            raise ValueError("MMCELoss: reduction must be 'mean' or 'sum', got 'none': the error belongs to the batch")
         self.coefficient = number("MMCELoss", "coefficient", coefficient, low=0.0)
         self.bandwidth = number("MMCELoss", "bandwidth", bandwidth, low=0.01)  # e^(1/h) stays far from overflow
         self.weighted = flag("MMCELoss", "weighted", weighted)
@@ -195,7 +194,7 @@ class LogitNormPenalty(Loss):
 
     .. math:: L = \text{CE} + \alpha w \sum_k |z_k|
 
-    with w the weight of the sample. A class masked by a logit of -inf makes it infinite: its norm is.
+    with w the weight of the sample. A logit of -inf (a masked class) makes the norm and the loss infinite.
 
     Args:
         coefficient: alpha, at least 0; the paper searches 0.001 to 0.1.
@@ -240,8 +239,7 @@ class LogitNormPenalty(Loss):
 
 
 def cross_entropy_of(loss: Loss, rows: Batch, target: Tensor) -> Tensor:
-    # Uses the float32 rows, not the half-precision logits: otherwise two gradients would be rounded before they are
-    # added.
+    # From the float32 rows: gradients of the half-precision logits would be rounded before they are added.
     return focal_loss(
         rows.z.movedim(-1, min(rows.z.dim() - 1, 1)),
         target,

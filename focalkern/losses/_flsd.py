@@ -1,4 +1,4 @@
-"""FLSDLoss: a gamma per bin of the probability of the target, in a table of the constructor."""
+"""FLSDLoss: a gamma per bin of the target's probability; the table is a setting of the constructor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +20,8 @@ class FLSDLoss(FocalLoss):
     .. math:: L = -(1 - p)^{\gamma(p)} \log p, \qquad
         \gamma(p) = \text{gammas}[b] \text{ for } \text{edges}[b] \le p < \text{edges}[b + 1]
 
-    The default is FLSD-53: 5 where p < 0.2, 3 elsewhere. (The published code has a third step at p = 0.5, to the gamma
-    of its constructor; ``FLSDLoss([0, 0.2, 0.5, 1], [5, 3, gamma])`` is that.) gamma(p) is a constant for the gradient.
+    The default is FLSD-53: gamma = 5 for p < 0.2, gamma = 3 otherwise. (The published code has a third step at p = 0.5,
+    to the gamma of its constructor: ``FLSDLoss([0, 0.2, 0.5, 1], [5, 3, gamma])``.) No gradient flows through gamma(p).
 
     Args:
         edges: [n_bins + 1] numbers or floating-point tensor, ascending; the first and the last bin are open-ended.
@@ -33,8 +33,8 @@ class FLSDLoss(FocalLoss):
             is looked up at the probability of each class.
         detach_modulation: treat the factor before log p as a constant.
 
-    The table is a setting of the constructor and not in the state, so that a checkpoint of cross-entropy loads
-    strictly. ``FocalLoss(GammaTable(edges, gammas))`` is the same loss with the table in its state.
+    The state does not contain the table, so that a checkpoint of cross-entropy loads with ``strict=True``.
+    ``FocalLoss(GammaTable(edges, gammas))`` is the same loss with the table in its state.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, value or shape; edges that do not ascend.
@@ -77,7 +77,7 @@ class FLSDLoss(FocalLoss):
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)
-        # Another table would be another loss.
+        # A checkpoint with another table belongs to another loss.
         for name in self._optional_state & state.keys():
             own, found = self.get_buffer(name), state[name]
             if not isinstance(found, Tensor):

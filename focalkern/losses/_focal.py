@@ -19,10 +19,10 @@ from focalkern.ops.softmax_losses import poly_focal_loss
 class FocalFamily(Loss):
     """Base of the losses that are a function of logits, target and their own gamma."""
 
-    # The function, and the attributes that it takes in addition to gamma and the options of cross-entropy.
+    # The function of the loss, and the attributes passed to it besides gamma and the options of cross-entropy.
     _function: Callable[..., Tensor] = staticmethod(focal_loss)
     _arguments: tuple[str, ...] = ("detach_modulation", "modulation")
-    # Only FocalLoss and LinearFocalLoss have the two.
+    # Options of FocalLoss and LinearFocalLoss only.
     z_loss: float = 0.0
     return_stats: bool = False
 
@@ -46,20 +46,20 @@ class FocalFamily(Loss):
         raise NotImplementedError
 
     def _table(self) -> GammaTable:
-        """The table in the module's buffers, which are taken where they lie: a look-up by name costs a microsecond."""
+        """The table in the module's buffers. Reading ``_buffers`` directly saves a microsecond of attribute look-up."""
         edges, gammas = (self._buffers[name] for name in self._exact_buffers)
         assert edges is not None and gammas is not None
         return GammaTable._unchecked(edges, gammas)
 
     def _table_beside(self, input: Tensor, table: GammaTable) -> GammaTable:
-        """The module's table on the device of the logits. It goes there by itself, since ``nn.CrossEntropyLoss()``,
-        in whose place the module stands, has nothing that its user would have moved."""
+        """The module's table on the device of the logits. The buffers move there automatically: code written for
+        ``nn.CrossEntropyLoss()``, which has no buffers, does not call ``.to(device)`` on the loss."""
         if table.edges.is_cpu and input.is_cpu:
             return table
         devices = (table.edges.device, input.device)
         if devices[0] == devices[1] or any(device.type == "meta" for device in devices):
             return table
-        if torch.compiler.is_compiling():  # no side effects in a graph
+        if torch.compiler.is_compiling():  # a graph must not have side effects
             return GammaTable._unchecked(table.edges.to(input.device), table.gammas.to(input.device))
         for name in self._exact_buffers:
             self._buffers[name] = self.get_buffer(name).to(input.device)
@@ -105,11 +105,12 @@ class FocalLoss(FocalFamily):
 
     Args:
         gamma: a number; a floating-point tensor without dimensions; an ``nn.Parameter`` that broadcasts to the
-            unreduced loss; or a :class:`focalkern.GammaTable`. A tensor becomes a buffer (a parameter, if it is one)
-            and the table's copies the buffers ``edges`` and ``gammas``: they move with the module (a table's also by
-            themselves, to the device of the logits), are saved with it, and new values written into them count from
-            the next step on. For a gamma per sample use :func:`focalkern.focal_loss`. The module rejects other tensors,
-            because class weights, cross-entropy's first argument, would be read as gamma.
+            unreduced loss; or a :class:`focalkern.GammaTable`. A tensor becomes a buffer, a parameter stays a
+            parameter, and copies of a table become the buffers ``edges`` and ``gammas``. They move with the module (the
+            buffers of a table also move to the device of the logits at a call) and are saved with it. Values written
+            into them in place take effect at the next step. For a gamma per sample use :func:`focalkern.focal_loss`.
+            The module rejects other tensors, because class weights, the first argument of cross-entropy, would be read
+            as gamma.
         weight: [C] class weights, floating point; None for equal weights.
         ignore_index: label whose samples count neither in the loss nor in the mean.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
@@ -124,8 +125,8 @@ class FocalLoss(FocalFamily):
         gamma: the number or tensor; None for a table.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call. Values of
-            tensors on other devices than the CPU are not checked, because that would synchronise the device.
+        TypeError, ValueError: in the constructor for an argument of the wrong kind or value, in the call for a wrong
+            shape. Values of tensors on other devices than the CPU are not checked, which would synchronise the device.
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437).
 
@@ -171,7 +172,7 @@ class FocalLoss(FocalFamily):
             self._gamma_may_be_negative = False
         if alpha is not None:
             raise TypeError(
-                f"{self._name}: alpha is no argument of this loss. A weight per class is weight=alpha, a tensor [C]; "
+                f"{self._name}: alpha is not an argument. A weight per class is weight=alpha, a tensor [C]; "
                 "one number for foreground and background is weight=torch.tensor([1 - alpha] + [alpha] * (C - 1)); the "
                 "alpha of a binary or multi-label head is that of SigmoidFocalLoss"
             )
@@ -179,7 +180,7 @@ class FocalLoss(FocalFamily):
         if isinstance(gamma, GammaTable):
             self.gamma = None
             self._exact_buffers = ("edges", "gammas")
-            # Copies: the module's schedule is its own, and .to() must not move that of another.
+            # Copies, so that .to() and writes in place do not change a table that another module uses too.
             self.register_buffer("edges", gamma.edges.clone(), persistent=self._table_in_state)
             self.register_buffer("gammas", gamma.gammas.clone(), persistent=self._table_in_state)
         elif isinstance(gamma, Tensor):
@@ -191,7 +192,7 @@ class FocalLoss(FocalFamily):
                 )
             if gamma.dtype not in FLOATS:
                 raise TypeError(f"{self._name}: gamma must be floating point, got {gamma.dtype}")
-            if gamma.device.type == "cpu" and not bool(gamma.isfinite().all()):  # elsewhere it would wait
+            if gamma.device.type == "cpu" and not bool(gamma.isfinite().all()):  # elsewhere it would synchronise
                 raise ValueError(f"{self._name}: gamma must be finite, got {digits(gamma.detach())}")
             if isinstance(gamma, nn.Parameter):
                 self.gamma = gamma
@@ -230,9 +231,9 @@ class DFTLoss(FocalLoss):
 
     .. math:: L = -\mathrm{sg}(p)^\gamma \log p, \qquad \partial L / \partial z_j = p^\gamma\,(p_j - [j = y])
 
-    It is ``FocalLoss(gamma, modulation="confidence", detach_modulation=True)``; TRL's ``loss_type="dft"`` and Liger's
-    ``use_token_scaling``, which divide by the same number of targets as "mean". Targets that the model thinks
-    improbable count less, where the focal loss lets them count more.
+    sg stops the gradient. The loss is ``FocalLoss(gamma, modulation="confidence", detach_modulation=True)``. TRL's
+    ``loss_type="dft"`` and Liger's ``use_token_scaling`` are the same loss and divide by the same number of targets as
+    "mean". Targets with a low predicted probability weigh less; in the focal loss they weigh more.
 
     Args:
         gamma: at least 0; a number, tensor, parameter or table, as :class:`FocalLoss` takes them. 1 is the paper's
@@ -242,7 +243,7 @@ class DFTLoss(FocalLoss):
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
         label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C. With it, or with class probabilities, each
             class has the weight of its own probability.
-        detach_modulation: False: the gradient goes through the weight too.
+        detach_modulation: treat the weight p^gamma as a constant; with False the gradient goes through it too.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, value or shape; a gamma below 0.
@@ -285,11 +286,11 @@ class InverseFocalLoss(FocalLoss):
 
     .. math:: L = -(1 + p)^\gamma \log p
 
-    It is ``FocalLoss(-gamma)``; the class exists only for the sign.
+    It is ``FocalLoss(-gamma)``; the class only changes the sign of gamma.
 
     Args:
         gamma: a number, at least 0, or a floating-point tensor of such numbers. Above 3.591 the slope of the loss
-            changes sign near p = 0.28, which is warned about for numbers.
+            changes sign near p = 0.28; a number above it causes a warning.
         weight: [C] class weights, floating point; None for equal weights.
         ignore_index: label whose samples count neither in the loss nor in the mean.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.

@@ -1,4 +1,4 @@
-"""A linear layer and its focal loss in one module, as ``torch.nn.LinearCrossEntropyLoss``."""
+"""A linear layer and its focal loss in one module, like ``torch.nn.LinearCrossEntropyLoss``."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from focalkern.ops.linear_focal_loss import linear_focal_loss
 
 
 def _positive_int(op: str, name: str, value: object) -> int:
-    return integer(op, name, value, 1, 2**28)  # of more there is no memory
+    return integer(op, name, value, 1, 2**28)  # a larger size would not fit into memory
 
 
 class _Head(FocalFamily):
-    """Turns a loss of logits into a loss of features, from which a linear layer makes the logits."""
+    """Base of the losses of features: adds the linear layer that computes the logits."""
 
     linear: nn.Linear
 
@@ -48,7 +48,7 @@ class _Head(FocalFamily):
         if device is not None and not isinstance(device, torch.device):
             try:
                 device = torch.device(device)
-            except Exception:  # of several kinds, and of several lines
+            except Exception:  # torch raises several types, with messages of several lines
                 raise TypeError(f"{self._name}: device must be a device or None, got {short(device)}") from None
         if not isinstance(out_features, tuple | list | torch.Size):
             raise TypeError(f"{self._name}: out_features must be a sequence of ints, got {short(out_features)}")
@@ -109,7 +109,7 @@ class _Head(FocalFamily):
             input: features [..., D].
 
         Returns:
-            [..., C], or [N, C, d1, ...] of a K-dimensional head, capped if the loss caps.
+            [..., C], or [N, C, d1, ...] for a K-dimensional head; capped if the loss has a softcap.
 
         Raises:
             RuntimeError: shapes or dtypes that do not fit, as ``torch.nn.Linear``.
@@ -134,29 +134,31 @@ class LinearFocalLoss(_Head, FocalLoss):
 
     .. math:: L = \mathrm{focal\_loss}(x W^\top + b, \mathrm{target}, \gamma)
 
-    The layer is the attribute ``linear``, an ``nn.Linear``, named as in ``torch.nn.LinearCrossEntropyLoss``, whose
-    checkpoints load. To tie it to an embedding: ``criterion.linear.weight = embedding.weight``. :meth:`logits` is for
-    inference.
+    The layer is the attribute ``linear``, an ``nn.Linear``. ``torch.nn.LinearCrossEntropyLoss`` uses the same name, so
+    its checkpoints load. To tie the layer to an embedding: ``criterion.linear.weight = embedding.weight``. For
+    inference use :meth:`logits`.
 
     Args:
         in_features: D, the features of a row.
         num_classes: C.
         gamma: as in :class:`FocalLoss`.
-        bias: whether the layer has one.
-        out_features: (d1, ...), for a K-dimensional head, whose logits are computed all at once.
+        bias: whether the layer has a bias.
+        out_features: (d1, ...) for a K-dimensional head; its logits are computed all at once.
         weight, ignore_index, reduction, label_smoothing, detach_modulation, modulation: as in
             :class:`FocalLoss`.
         chunk_rows, softcap: as in :func:`focalkern.linear_focal_loss`.
         z_loss, return_stats: as in :class:`FocalLoss`.
         device, dtype: device and dtype of the layer.
 
-    Called with (input, target): [D], [N, D] or [B, S, D], and labels of the leading shape or class probabilities.
+    The module is called with (input, target): features [D], [N, D] or [B, S, D], and labels of the leading shape or
+    class probabilities.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call.
+        TypeError, ValueError: in the constructor for an argument of the wrong kind or value, in the call for a wrong
+            shape.
 
     Example:
-        >>> criterion = fk.LinearFocalLoss(in_features=4, num_classes=5, gamma=2.0)  # has the last layer of the network
+        >>> criterion = fk.LinearFocalLoss(in_features=4, num_classes=5, gamma=2.0)  # includes the last linear layer
         >>> hidden, target = torch.linspace(-1, 1, 8).reshape(2, 4), torch.tensor([1, 4])
         >>> loss = criterion(hidden, target)
         >>> same = fk.focal_loss(criterion.linear(hidden), target, gamma=2.0)
@@ -257,10 +259,10 @@ class LinearFLSDLoss(_Head, FLSDLoss):
 
 
 class LinearAdaFocalLoss(_Head, AdaFocalLoss):
-    """:class:`AdaFocalLoss` over a linear layer: one gamma per bin of confidence, which follows validation.
+    """:class:`AdaFocalLoss` over a linear layer: one gamma per bin of confidence, adapted to validation samples.
 
-    ``accumulate`` and ``update`` take the loss's features [D], [N, D] or [B, S, D], not logits as in
-    :class:`AdaFocalLoss`; the logits of validation too exist a chunk at a time.
+    ``accumulate`` and ``update`` take features [D], [N, D] or [B, S, D], not logits as in :class:`AdaFocalLoss`. They
+    too compute the logits chunk by chunk.
 
     Args:
         in_features, num_classes, bias, chunk_rows, softcap, device, dtype: as in :class:`LinearFocalLoss`.
@@ -273,8 +275,8 @@ class LinearAdaFocalLoss(_Head, AdaFocalLoss):
         >>> criterion = fk.LinearAdaFocalLoss(in_features=4, num_classes=5, n_bins=3)
         >>> hidden, target = torch.linspace(-1, 1, 24).reshape(6, 4), torch.tensor([0, 1, 2, 3, 4, 0])
         >>> criterion(hidden, target).backward()  # in training
-        >>> criterion.accumulate(hidden, target)  # in validation, batch by batch
-        >>> record = criterion.update()  # and once after it
+        >>> criterion.accumulate(hidden, target)  # for each validation batch
+        >>> record = criterion.update()  # once after validation
         >>> record.count.tolist(), list(criterion.logits(hidden).shape)
         ([2, 2, 1], [6, 5])
     """

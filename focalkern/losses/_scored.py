@@ -1,4 +1,4 @@
-"""Modules of the losses for detectors that score boxes by their overlap."""
+"""Modules of the losses for detectors that score boxes by their overlap: varifocal, matchability and IoU-aware BCE."""
 
 from torch import Tensor
 

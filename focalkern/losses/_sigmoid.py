@@ -1,4 +1,4 @@
-"""The losses of independent logits as modules."""
+"""Modules of the losses of independent logits: sigmoid focal, asymmetric and quality focal loss."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigm
 
 
 class ElementLoss(Loss):
-    """Elementwise losses: parameters and weights are tensors that broadcast to the logits."""
+    """Base of the elementwise losses; parameters and weights are numbers or tensors that broadcast to the logits."""
 
     def __init__(self, reduction: Reduction, weight: Tensor | None, ignore_index: int) -> None:
         super().__init__(None, ignore_index=ignore_index, reduction=reduction)
@@ -39,7 +39,7 @@ class ElementLoss(Loss):
         raise NotImplementedError
 
     def _keep(self, name: str, value: object, high: float = math.inf) -> None:
-        """A number becomes an attribute, a tensor a buffer, a parameter a parameter."""
+        """Registers a number as an attribute, a tensor as a buffer, and a parameter as a parameter."""
         if not isinstance(value, Tensor):
             setattr(self, name, number(self._name, name, value, low=0.0, high=high))
             return
@@ -139,7 +139,7 @@ class AsymmetricLoss(ElementLoss):
         gamma_negative, gamma_positive: numbers, at least 0, or floating-point tensors that broadcast to the logits:
             buffers, or ``nn.Parameter`` s.
         margin: a number in [0, 1).
-        reduction: "mean" by default; :func:`focalkern.sigmoid_focal_loss` defaults to "none".
+        reduction: "mean" by default; :func:`focalkern.asymmetric_loss` defaults to "none".
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:
@@ -196,7 +196,7 @@ class QualityFocalLoss(ElementLoss):
     Args:
         beta: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
             ``nn.Parameter``.
-        reduction: "mean" by default; :func:`focalkern.sigmoid_focal_loss` defaults to "none".
+        reduction: "mean" by default; :func:`focalkern.quality_focal_loss` defaults to "none".
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:

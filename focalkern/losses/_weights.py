@@ -15,18 +15,18 @@ def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999)
 
     .. math:: w_c \propto \frac{1 - \beta}{1 - \beta^{n_c}}
 
-    scaled to a mean of 1 over the classes that occur. beta = 0 gives all of them the same weight; as beta approaches 1,
-    the weights approach the inverse frequencies 1 / n_c, which beta = 1 gives.
+    scaled to a mean of 1 over the classes that occur. beta = 0 gives all of them the same weight. As beta approaches 1,
+    the weights approach inverse frequencies, proportional to 1 / n_c; beta = 1 gives exactly those.
 
     Args:
-        counts: [C], how many samples each class has, at least 0. A class without samples has weight 0.
+        counts: [C], the number of samples of each class, at least 0. A class without samples has weight 0.
         beta: in [0, 1]; the paper uses 0.9 to 0.9999.
 
     Returns:
         [C] float32 weights on the device of ``counts``, a constant. (float64 for float64 counts.)
 
     Raises:
-        TypeError: ``counts`` is no vector of numbers, ``beta`` no number.
+        TypeError: ``counts`` is not a vector of numbers, or ``beta`` is not a number.
         ValueError: a shape other than [C], a count that is negative or not finite, no count above 0, beta outside of
             [0, 1]. Checking the counts synchronises their device.
 
@@ -59,8 +59,8 @@ def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999)
     if beta == 1.0:
         weight = 1.0 / n
     else:
-        # 1 - beta^n = -expm1(n log beta): the difference itself has no digits left for beta near 1. The factor
-        # 1 - beta is in the scale.
+        # 1 - beta^n = -expm1(n log beta), because the difference cancels for beta near 1. The scaling cancels the
+        # constant factor 1 - beta.
         log_beta = torch.tensor(beta, dtype=torch.float64).log().to(n.device)
         weight = -1.0 / torch.expm1(n * log_beta)
     weight = torch.where(occurs, weight, 0.0)

@@ -1,9 +1,9 @@
 """Every operator in plain torch: the oracle of the tests, the baseline of the benchmarks, the documentation.
 
-The functions take the arguments of the public operators and compute, in float64 for float64 inputs, what the compiled
-kernels must compute. They are written for reading: all classes of a row have the same formula, nothing is fused,
-arguments are not checked, and autograd gives derivatives of any order. None of them uses an epsilon or a clamp: where a
-formula would meet ``0 * inf`` or cancel, the limit is written out instead.
+The functions take the arguments of the public operators and define the results of the compiled kernels; float64 inputs
+are computed in float64. They are written for reading: all classes of a row have the same formula, nothing is fused,
+arguments are not checked, and autograd gives derivatives of any order. No function adds an epsilon or clamps a
+probability. If a formula would cancel or become ``0 * inf``, the limit is written out.
 
 Notation: ``z`` logits, ``q = softmax(z / T)``, ``lq = log q``, ``u = 1 - q``, ``phi = -q * lq / u``.
 """

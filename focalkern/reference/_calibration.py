@@ -20,11 +20,12 @@ __all__ = [
 
 
 def in_order(result: Tensor, given: Tensor) -> Tensor:
-    """``result`` [..., C], an increasing function of ``given``, where rounding has not kept the order, or has made
-    equals differ: the largest result of all classes up to the last of the equals. Its derivatives equal the
-    derivatives of ``result``.
+    """Corrects the rounding of ``result`` [..., C], which is an increasing function of ``given``.
+
+    Each class gets the largest result among the classes whose ``given`` is not larger, so equal ``given`` have equal
+    results. Derivatives are those of ``result``.
     """
-    if torch.onnx.is_in_onnx_export():  # ONNX has no running extrema, and its exponentials round in their own way
+    if torch.onnx.is_in_onnx_export():  # ONNX has no cummax, and its exponentials round differently
         return result
     value, order = result.detach(), given.detach().argsort(-1)
     ascending = given.detach().gather(-1, order)
@@ -51,7 +52,7 @@ def focal_calibration_map(
         G(q) = (1 - q)^\gamma (1 + \gamma\phi(q)), \quad q = \mathrm{softmax}(z / T)
 
     computed in log space, as the log-softmax of a_j = log q_j - gamma log(1 - q_j) - log(1 + gamma phi_j). A negative
-    gamma is put into the same formula; it does not mean the inverse focal loss here.
+    gamma uses the same formula; it does not stand for the inverse focal loss.
 
     Args:
         input: [..., C] logits, or probabilities with ``input_kind="probs"``; -inf, or probability 0, is a class with
@@ -78,7 +79,7 @@ def focal_calibration_map(
     gamma = number_tensor(gamma, z).unsqueeze(-1)
     temperature = number_tensor(temperature, z).unsqueeze(-1)
 
-    # Absent classes take no part in any arithmetic, so that no gradient meets 0 * inf.
+    # Impossible classes are masked before any arithmetic, so that no gradient is 0 * inf.
     if input_kind == "probs":
         absent = z == 0
         finite = torch.where(absent, 1.0, z).log()
@@ -87,7 +88,7 @@ def focal_calibration_map(
         finite = torch.where(absent, 0.0, z)
     log_q, log_u = log_softmax_and_complement(torch.where(absent, -torch.inf, finite / temperature))
 
-    certain = log_u == -torch.inf  # q = 1: every other class is absent and the result is 1 again
+    certain = log_u == -torch.inf  # q = 1: every other class is impossible, and the result is 1 too
     a = log_q - gamma * torch.where(certain, 0.0, log_u) - (gamma * phi_of(log_q, log_u)).log1p()
     log_p, _ = log_softmax_and_complement(a)
     log_p = in_order(log_p, finite.masked_fill(absent, -torch.inf))

@@ -1,4 +1,4 @@
-"""Shared by the definitions: softmax and its complement in log space, and parameters as tensors."""
+"""Code shared by the definitions: softmax and its complement in log space, and parameters as tensors."""
 
 import torch
 from torch import Tensor
@@ -26,21 +26,20 @@ def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
     top = z.argmax(-1, keepdim=True)
     z_top = z.gather(-1, top)
     is_top = torch.arange(z.shape[-1], device=z.device) == top
-    # The shift is a constant.
+    # The shift needs no gradient.
     shifted = z - z_top.detach()
     others = torch.where(is_top, -torch.inf, shifted)
     zero = z_top - z_top.detach()
 
-    # The only possible class of a row (all others -inf, or C = 1) has q = 1 whatever its logit: constants without
-    # gradient.
+    # The only possible class of a row (all others -inf, or C = 1) has q = 1 for any logit, so its gradient is 0.
     alone = (others == -torch.inf).all(-1, keepdim=True) & z_top.isfinite()
     log_others = _logsumexp(torch.where(alone, 0.0, others))
     # d <= log(C - 1), so exp(d) never overflows.
     d = log_others - zero
     log1p_exp_d = d.exp().log1p()
     log_q_top = torch.where(alone, 0.0, -log1p_exp_d)
-    # Where q <= 1/2 the first forms of log u and of the sum's logarithm lose digits: one is a difference, and the slope
-    # of the other in the largest logit is a difference of two sums over all classes.
+    # For q_top <= 1/2 other forms are needed: d - log(1 + e^d) cancels, and the gradient of log(1 + e^d) + zero in the
+    # largest logit is a difference of two sums over all classes, which cancels too.
     above_half = d < 0
     log_u_below = -(-torch.where(above_half, 0.0, d)).exp().log1p()
     log_u_top = torch.where(above_half, d - log1p_exp_d, log_u_below)
@@ -48,7 +47,7 @@ def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
     log_sum_below = (log_others.exp() + (zero.exp() - 1.0)).log1p()
     log_sum = torch.where(alone, zero, torch.where(above_half, zero + log1p_exp_d, log_sum_below))
 
-    # inf - inf: a row whose largest logit is NaN or infinite has no softmax, and says so in all its classes.
+    # z_top - z_top is NaN if the largest logit is NaN or infinite; adding it makes all classes of the row NaN.
     log_q = torch.where(is_top, log_q_top, shifted - log_sum) + (z_top - z_top)
     absent = log_q == -torch.inf
     log_u_below_half = torch.where(absent, 0.0, torch.log1p(-torch.where(is_top | absent, -1.0, log_q).exp()))
@@ -57,7 +56,7 @@ def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _logsumexp(z: Tensor) -> Tensor:
-    # Written out, because runtimes to which this exports (ONNX) have one that underflows.
+    # Not torch.logsumexp, because the version of ONNX runtimes underflows.
     largest = z.detach().amax(-1, keepdim=True)
     return (z - largest).exp().sum(-1, keepdim=True).log() + largest
 
@@ -65,8 +64,8 @@ def _logsumexp(z: Tensor) -> Tensor:
 def phi_of(log_q: Tensor, log_u: Tensor) -> Tensor:
     r"""phi = -q log(q) / (1 - q): 0 at q = 0, 1 at q = 1, increasing between.
 
-    Near q = 1 the quotient and its derivatives cancel, and the series of -log(1 - u) / u = 1 + u/2 + u^2/3 + ... is
-    summed instead.
+    Near q = 1 the quotient and its derivatives cancel, so phi is computed by the series -log(1 - u) / u = 1 + u/2 +
+    u^2/3 + ....
     """
     absent = log_q == -torch.inf
     log_q = torch.where(absent, -1.0, log_q)
@@ -82,13 +81,13 @@ def phi_of(log_q: Tensor, log_u: Tensor) -> Tensor:
 
 
 def number_tensor(value: float | Tensor, like: Tensor) -> Tensor:
-    """A number or tensor in the dtype of ``like``; a number is rounded once, and not to float32 on its way."""
+    """A number or tensor in the dtype of ``like``. A number is rounded once, directly to that dtype."""
     if not isinstance(value, Tensor) and torch.compiler.is_compiling():
-        # Not a constant of the graph: a new value must not cause a recompilation.
+        # A tensor, not a constant of the graph, so that a new value causes no recompilation.
         return (torch.zeros((), dtype=torch.float64) + value).to(like.dtype).to(like.device)
     return value.to(like) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype, device=like.device)
 
 
 def parameter_tensor(value: float | Tensor, like: Tensor) -> Tensor:
-    """number_tensor, except that a number on the host stays there."""
+    """As number_tensor, but a 0-dimensional tensor on the host stays there."""
     return as_parameter(value, like) if isinstance(value, Tensor) else number_tensor(value, like)

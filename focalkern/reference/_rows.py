@@ -1,4 +1,4 @@
-"""Shared by the definitions of the row losses: factors of log p, gammas and reductions."""
+"""Code shared by the definitions of the row losses: factors of log p, gammas and reductions."""
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ __all__ = [
 
 def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
     """f(p) = (1 - p)^gamma for gamma >= 0 and (1 + p)^-gamma below; log_u = log(1 - p), gamma broadcasts to log_p."""
-    # A NaN gamma must stay NaN, even where f is known from a comparison.
+    # A NaN gamma must give NaN, also at p = 0, where f would be 1 for any gamma.
     absent = (log_p == -torch.inf) & (gamma == gamma)
     certain = log_u == -torch.inf
-    # Not clamp: the derivative in gamma at 0 is the one from the right, which torch's own convention there need not be.
+    # Not clamp: the derivative in gamma at 0 must be the one from the right; clamp has another convention.
     zero = torch.zeros_like(gamma)
     gamma_focal, gamma_inverse = torch.where(gamma < 0, zero, gamma), torch.where(gamma < 0, -gamma, zero)
     p = torch.where(log_p == -torch.inf, 0.0, log_p).exp()
@@ -31,7 +31,7 @@ def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
 
 
 def times_log(factor: Tensor, log_p: Tensor) -> Tensor:
-    """f log p, with its limit 0 where p and f are 0."""
+    """f log p, with the limit 0 if p and f are both 0."""
     return factor * torch.where((log_p == -torch.inf) & (factor == 0), 0.0, log_p)
 
 
@@ -39,7 +39,7 @@ def gamma_tensor(gamma: float | Tensor | GammaTable, p: Tensor) -> Tensor:
     """Gamma for the probabilities p [..., C]: a table is looked up at each p, a tensor has the shape [...]."""
     if isinstance(gamma, GammaTable):
         edges = gamma.edges.to(p.device, p.dtype)
-        # right=True gives bins [lo, hi); the outer edges are not compared.
+        # right=True gives bins [lo, hi). The outer edges are left out, so the outer bins are open-ended.
         bins = torch.bucketize(p.detach(), edges[1:-1].contiguous(), right=True)
         return gamma.gammas.to(p.device, p.dtype)[bins]
     gamma = parameter_tensor(gamma, p)
@@ -55,7 +55,7 @@ def reduce_classes(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    """The loss: the losses of the classes [..., C], weighted by the shares of the target."""
+    """The loss from the losses of the classes [..., C], weighted by class weights and target probabilities."""
     n_classes = class_loss.shape[-1]
     w = torch.ones_like(class_loss) if weight is None else weight.to(class_loss.dtype).expand(class_loss.shape)
     if target.is_floating_point():
@@ -69,14 +69,14 @@ def reduce_classes(
 
 
 def one_hot(target: Tensor, like: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The labels that count, and 1 in their place among the classes."""
+    """Whether each label is not ignored, [...], and the one-hot labels [..., C]."""
     valid = target != ignore_index
     index = torch.where(valid, target, 0).long().unsqueeze(-1)
     return valid, (torch.arange(like.shape[-1], device=like.device) == index).to(like.dtype)
 
 
 def reduce_rows(loss: Tensor, input: Tensor, row_weight: Tensor | None, reduction: str) -> Tensor:
-    """The mean is over the weights of the rows, or their number."""
+    """Reduces the losses of rows. The mean divides by the sum of ``row_weight``, or by the number of rows."""
     divisor = loss.numel() if row_weight is None else row_weight.sum()
     if reduction == "sum":
         loss = loss.sum()
@@ -87,12 +87,13 @@ def reduce_rows(loss: Tensor, input: Tensor, row_weight: Tensor | None, reductio
 
 
 def _weighted_sum(weight: Tensor, target: Tensor, class_loss: Tensor) -> Tensor:
-    # A class with no share in the target contributes 0, also where its own loss is infinite.
+    # A class without target mass contributes 0, also if its loss is infinite.
     share = weight * target
     nothing = (share == 0) & (class_loss == torch.inf)
     product = share * torch.where(nothing, 0.0, class_loss)
     if share.requires_grad:
-        # The slope in the share is the loss of the class, infinite: a square root has it at 0. Without weight it is 0.
+        # The derivative in the target probability is the infinite loss of the class. A square root has this derivative
+        # at 0. With class weight 0 the derivative is 0.
         steep = nothing & (weight != 0)
         product = torch.where(steep, torch.where(steep, share, 1.0).sqrt(), product)
     return product.sum(-1)

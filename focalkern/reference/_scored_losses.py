@@ -163,7 +163,7 @@ def _log_of_matched(t: Tensor) -> Tensor:
 def _cross_entropy(log_p: Tensor, log_q: Tensor, log_score: Tensor) -> Tensor:
     """Cross-entropy whose value uses expm1 for 1 - score, which does not cancel for scores near 1.
 
-    The gradient goes through 1 - score itself: torch computes that of expm1 as its value plus 1, which cancels for
+    The gradient goes through 1 - score: torch computes the gradient of expm1 as its value plus 1, which cancels for
     scores near 0.
     """
     score = log_score.exp()

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def shares(input: Tensor, target: ScoredTarget, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits and targets in the type of the computation, and which elements count (None: all of them).
+    """Logits and targets in the dtype of the computation, and whether each element counts (None: all of them do).
 
     Labels become one-hot rows; label C becomes a row of zeros. Values outside their domain become NaN. A score replaces
     the 1 of its label. A score of 0 becomes the smallest normal number, because a target of 0 means background.
@@ -36,7 +36,7 @@ def shares(input: Tensor, target: ScoredTarget, ignore_index: int) -> tuple[Tens
     classes = torch.arange(n_classes, device=x.device).view(n_classes, *[1] * (input.dim() - class_dim - 1))
     counts = (labels != ignore_index).expand(x.shape)
     valid = ((labels >= 0) & (labels <= n_classes)) | ~counts
-    x = torch.where(counts, x, 0.0)  # so that a NaN in them stays there
+    x = torch.where(counts, x, 0.0)  # a NaN in ignored rows must not reach loss or gradient
     share = (labels == classes).to(x.dtype)
     if scores is not None:
         of_class = scores.to(x.dtype).unsqueeze(class_dim)
@@ -47,12 +47,12 @@ def shares(input: Tensor, target: ScoredTarget, ignore_index: int) -> tuple[Tens
 
 
 def of_share(share: Tensor, value: Tensor) -> Tensor:
-    """share * value, and 0 without a share, also of an infinite value. A share that is to be differentiated has a slope
-    there all the same."""
+    """share * value, and 0 if share is 0, also for an infinite value. If share requires grad, it is the plain product,
+    which keeps the derivative in share."""
     return share * value if share.requires_grad else torch.where(share == 0, 0.0, share * value)
 
 
-# Beyond this logit, sigmoid is 0 or 1 in every dtype, and has no slope: 0 times a slope that overflows would be NaN.
+# Beyond this logit, sigmoid is 0 or 1 in every dtype. Its derivative is set to 0, because 0 * inf would be NaN.
 _SATURATED = 1e4
 
 
@@ -68,7 +68,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def power(log_base: Tensor, exponent: Tensor) -> Tensor:
-    """base^exponent from log base, with 0^0 = 1, and without a slope where the base is 0."""
+    """base^exponent from log base, with 0^0 = 1. If the base is 0, the derivative is 0."""
     nothing = log_base == -torch.inf
     found = (exponent * torch.where(nothing, 0.0, log_base)).exp()
     return torch.where(nothing, (exponent == 0).to(found.dtype), found)
@@ -137,10 +137,10 @@ def sigmoid_focal_loss(
     u = torch.where(x.abs() > _SATURATED, torch.where(x > 0, rest, t), t * _sigmoid(-x) + rest * _sigmoid(x))
     gamma = parameter_tensor(gamma, x)
     if t.requires_grad:
-        # The slope in a hard target needs the sum itself.
+        # The derivative in the target needs u as the sum, also for hard targets.
         factor = torch.where(u == 0, (gamma == 0).to(x.dtype), torch.where(u == 0, 1.0, u).pow(gamma))
     else:
-        # For a hard target u is one of the two, and may underflow where its logarithm does not.
+        # For a hard target u is p or 1 - p. It may underflow, but log p and log(1 - p) do not.
         log_u = torch.where(t == 1, log_q, torch.where(t == 0, log_p, _log(torch.where((t == 0) | (t == 1), 1.0, u))))
         factor = power(log_u, gamma)
     loss = factor * b
@@ -170,7 +170,7 @@ def asymmetric_loss(
         input: logits of any shape.
         target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
         gamma_negative: the exponent of negatives, a number or a tensor that broadcasts to ``input``.
-        gamma_positive: that of positives.
+        gamma_positive: the exponent of positives, a number or a tensor that broadcasts to ``input``.
         margin: in [0, 1); negatives with p below it have loss 0.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
         weight: broadcasts to ``input``.
@@ -194,7 +194,7 @@ def asymmetric_loss(
         v = log_p.exp() - margin
         easy, small = v <= 0, v < 0.5
         log_v = torch.where(easy, 0.0, torch.where(easy, 1.0, v).log())
-        # 1 - v = 1 - p + margin, in the form that does not cancel.
+        # 1 - v = (1 - p) + margin does not cancel.
         log_rest = torch.where(
             small, (-torch.where(small, v, 0.0)).log1p(), (torch.where(small, 1.0, log_q.exp() + margin)).log()
         )
@@ -242,7 +242,7 @@ def quality_focal_loss(
     rest = 1.0 - t
     log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
     b = of_share(t, -log_p) + of_share(rest, -log_q)
-    # The form of the difference that does not cancel for a hard target.
+    # For a hard target, this form of t - p does not cancel.
     positive = x > 0
     gap = torch.where(positive, rest - _sigmoid(-x), t - _sigmoid(x))
     size = torch.where(gap < 0, -gap, gap)

@@ -1,7 +1,7 @@
 """The losses of the softmax of a row and its target: their definitions, and a table of their properties.
 
-The operators, plain torch, the tests, the CUDA cases, the counts, the benchmarks and the reference page read the
-properties of a loss from the table. csrc/math/row_losses.def is the list of the compiled module."""
+The operators, the fallback, the tests, the CUDA cases, the instruction counts, the benchmarks and the reference page
+read the properties of a loss from the table. csrc/math/row_losses.def is the list of the compiled module."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -96,16 +96,16 @@ def focal_loss(
         square = z_loss * torch.logsumexp(z, -1).square()
         if target.is_floating_point():
             return loss + reduce_rows(square, input, None, reduction)
-        # With labels it is a loss that is the same for every class, so that the label's weight and ignored rows count
-        # once.
+        # For labels, the term is passed as the loss of every class, so that reduce_classes applies the label's weight
+        # and ignore_index.
         of_class = square.unsqueeze(-1).expand_as(class_loss)
         loss = loss + reduce_classes(of_class, input, target, weight, ignore_index, reduction, 0.0)
     return loss
 
 
 def confidence_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
-    """f(p) = p^gamma for gamma >= 0, with 0^0 = 1; NaN below. log_u is not needed."""
-    # At p = 0 nothing depends on p or gamma: computed, the derivatives would be 0 * inf.
+    """f(p) = p^gamma for gamma >= 0, with 0^0 = 1; NaN for gamma < 0. log_u is not used."""
+    # At p = 0 the derivatives in p and gamma are defined as 0; computed, they would be 0 * inf.
     absent = log_p == -torch.inf
     at_zero = torch.where(gamma > 0, 0.0, torch.where(gamma == 0, 1.0, torch.nan)).to(log_p.dtype)
     factor = torch.where(absent, at_zero, (gamma * torch.where(absent, 0.0, log_p)).exp())
@@ -196,7 +196,8 @@ def dual_focal_loss(
     """
     z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
     log_p, log_u = log_softmax_and_complement(z)
-    # In ascending order, with equal logits in reverse, the next lower class precedes all classes with the same logit.
+    # Sort in ascending order, equal logits in reverse: the next lower class then directly precedes the classes with the
+    # same logit.
     ascending, order = z.detach().flip(-1).sort(dim=-1, stable=True)
     n_below = torch.searchsorted(ascending.contiguous(), z.detach().contiguous())
     in_order = log_p.gather(-1, z.shape[-1] - 1 - order)
@@ -207,12 +208,12 @@ def dual_focal_loss(
     factor = (gamma_tensor(gamma, log_p.exp()) * log_m).exp()
     if detach_modulation:
         factor = factor.detach()
-    # At p = 0 the slope of the factor is 0, also times log p; computed, it would be 0 * inf.
+    # At p = 0 the derivative of the factor times log p is 0; computed, it would be 0 * inf.
     class_loss = -torch.where(log_p == -torch.inf, 1.0, factor) * log_p
     return reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
 
 
-# The logarithm of a probability that is 0, where -inf would meet itself.
+# Stands for log 0, because -inf - (-inf) would be NaN.
 _NOTHING = -1e30
 
 
@@ -285,8 +286,8 @@ class RowLossSpec:
     soft_target: bool = True  # it takes class probabilities
     has_inverse: bool = False  # a negative gamma has a formula of its own; otherwise its loss is NaN
     infinite_at_zero: bool = True  # the loss of a target with probability 0
-    keeps_class: bool = False  # another class than the target has a gradient of its own, and a row saves which
-    of_batch: bool = False  # the module adds a term of the whole batch; the definition here is the rest
+    keeps_class: bool = False  # a class besides the target has a special gradient; each row saves its index
+    of_batch: bool = False  # the module adds a term of the whole batch, which the definition does not contain
 
     def loss(
         self,
@@ -377,7 +378,7 @@ _numbered = list(ROW_LOSSES)
 
 
 def take_numbers(names: Sequence[str]) -> None:
-    """Numbers the losses as the compiled module does.
+    """Takes over the numbers of the losses from the compiled module.
 
     Raises:
         ValueError: the module has other losses than this table.
@@ -394,7 +395,7 @@ def number_of(name: str) -> int:
 
 
 def row_loss_of(number: int) -> RowLossSpec:
-    """The loss of a number."""
+    """The properties of the loss with this number."""
     if not 0 <= number < len(_numbered):
         raise ValueError(f"focal_loss: kind must be in [0, {len(_numbered)}), got {number}")
     return ROW_LOSSES[_numbered[number]]

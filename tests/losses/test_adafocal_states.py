@@ -126,7 +126,7 @@ def without(name):
         (lambda: changed(extra=torch.zeros(8)), r"_extra_state must be the bytes that were saved"),
         (lambda: changed(extra=torch.zeros(0, dtype=torch.uint8)), r"_extra_state must be the bytes"),
         (lambda: changed(extra=trained().get_extra_state()[:-8]), r"_extra_state must be the bytes"),
-        (lambda: changed(extra=fk.AdaFocalLoss(10).get_extra_state()), r"of as many bins and whole"),
+        (lambda: changed(extra=fk.AdaFocalLoss(10).get_extra_state()), r"of a loss with the same n_bins, complete"),
         (lambda: changed(extra={"correct": torch.ones(3).bool()}), r"must hold one correctness per confidence"),
         (lambda: changed(extra={"confidence": [0.5]}), r"must hold one correctness per confidence"),
         (lambda: changed(extra={"confidence": torch.full((200,), NAN)}), r"confidence, and these in \[0, 1\]"),
@@ -233,7 +233,7 @@ def test_an_update_needs_samples():
         loss.update()
     with pytest.raises(ValueError, match=r"no validation sample"):
         loss.update(torch.empty(0, 3), torch.empty(0, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"logits and target go together, got one of them"):
+    with pytest.raises(ValueError, match=r"logits and target must both be given or both None, got one"):
         loss.update(torch.randn(4, 3))
     assert snapshot(loss) == before
 

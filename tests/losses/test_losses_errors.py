@@ -33,7 +33,7 @@ NAN = float("nan")
         (
             lambda: fk.FocalLoss(alpha=0.25),
             TypeError,
-            r"FocalLoss: alpha is no argument.*weight=torch.tensor\(.*Sigmoid",
+            r"FocalLoss: alpha is not an argument.*weight=torch.tensor\(.*Sigmoid",
         ),
         (lambda: fk.FocalLoss(2.0, [1.0]), TypeError, r"FocalLoss: weight must be a tensor, got list"),
         (lambda: fk.FocalLoss(2.0, torch.ones(2, 2)), ValueError, r"weight must be \[C\], got shape \[2, 2\]"),
