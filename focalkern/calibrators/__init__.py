@@ -1,4 +1,4 @@
-"""Calibrators: fitted on held-out logits, applied to new ones, saved as JSON, appended to a network as a module."""
+"""Calibrators: fit on held-out logits, apply to new logits, save as JSON, append to a network as a module."""
 
 from focalkern._types import Criterion, Estimator, InputKind
 from focalkern.calibrators._auto import AutoCalibrator

@@ -33,19 +33,19 @@ __all__ = ["AutoCalibrator"]
 
 
 class AutoCalibrator(FitsBatches):
-    r"""The calibrator with the lowest loss in a cross-validation on the rows of ``fit``; of equal ones the simpler.
+    r"""The calibrator with the lowest loss in a cross-validation on the rows of ``fit``; of equal ones the simplest.
 
-    Among the candidates that change no predicted class, none, temperature and spline scaling by default, the one with
-    the lowest mean loss is held. A richer one takes its place, spline-vector and then spline-matrix, where
+    The rule starts with the candidate of lowest mean loss among those that change no predicted class (by default none,
+    temperature and spline scaling). A richer candidate, spline-vector and then spline-matrix, replaces it if
 
     .. math:: \overline{l - b} < -\tfrac12\, \text{sd}(l - b) / \sqrt{N}
 
-    with the losses l of the richer candidate and b of the one that is held, each on rows that its fit did not see.
-    A candidate is excluded if its mean loss exceeds that of no calibration, if its optimum hits a bound of the search
-    (on all rows or in a fold), or if its loss is infinite on a row. No calibration is excluded if a row gives
-    probability 0 to a class that is possible in another. A matrix needs 3 classes and 2 rows per class. With
-    ``sample_weight``, fits and means are weighted, and the standard error is the one of a weighted mean, which does not
-    depend on the scale of the weights. A candidate whose ``fit`` takes no weights is excluded, and a warning names it.
+    with the losses l of the richer candidate and b of the current one, each on rows that its fit did not see. A
+    candidate is excluded if its mean loss exceeds that of no calibration, if its optimum hits a bound of the search (on
+    all rows or in a fold), or if its loss is infinite on a row. "No calibration" is excluded if a row gives probability
+    0 to a class that is possible in another row. A matrix needs 3 classes and 2 rows per class. With ``sample_weight``,
+    fits and means are weighted, and the standard error is that of a weighted mean, which does not depend on the scale
+    of the weights. A candidate whose ``fit`` has no ``sample_weight`` is then excluded, and a warning names it.
 
     Args:
         candidates: as :func:`focalkern.compare_calibrators`.
@@ -61,8 +61,8 @@ class AutoCalibrator(FitsBatches):
     ``chosen``) and ``verdict_``, a :class:`focalkern.Verdict`. ``save`` writes ``calibrator_``, with the table and the
     verdict as ``"evidence"`` in the summary of its fit; ``load_calibrator`` returns that calibrator.
 
-    Source: the rule of one standard error of Breiman et al., Classification and Regression Trees, 1984, section 3.4.3,
-    with half of it.
+    Source: the one-standard-error rule of Breiman et al., Classification and Regression Trees, 1984, section 3.4.3,
+    with half a standard error.
 
     Example:
         >>> labels = torch.arange(300) % 3
@@ -107,8 +107,8 @@ class AutoCalibrator(FitsBatches):
             The module, without parameters to train.
 
         Raises:
-            NotFittedError: ``fit`` did not come before.
-            TypeError: it is not one of this library's.
+            NotFittedError: call ``fit`` first.
+            TypeError: the chosen calibrator is not a calibrator of this library.
         """
         return self._placed(self._fitted_calibrator("as_module").as_module())
 
@@ -146,7 +146,8 @@ class AutoCalibrator(FitsBatches):
         return self._concluded(cross_validation, rows_of(rows))
 
     def _fit_source(self, source: RowSource) -> dict[str, Any]:
-        """Fits to rows read in parts, with the folds of rows in memory; leaves out candidates that need all rows."""
+        """Fits to rows read in batches, with the same folds as rows in memory. Candidates that need all rows in memory
+        are left out."""
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
         folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
         folds = min(folds, source.n_rows)
@@ -207,7 +208,7 @@ class AutoCalibrator(FitsBatches):
         return flat if log else flat.exp()
 
     def _keeps_predictions(self) -> bool:
-        chosen = vars(self).get("calibrator_")  # there is none before fit
+        chosen = vars(self).get("calibrator_")  # not set before fit
         if chosen is None:
             return self.keep_predictions
         return isinstance(chosen, Calibrator) and chosen._keeps_predictions()

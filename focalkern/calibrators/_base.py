@@ -25,8 +25,8 @@ __all__ = ["Calibrator", "load_calibrator"]
 class Calibrator(Fitted):
     """Base class of all calibrators; a subclass defines the fit and the map.
 
-    A subclass has ``method``, ``_parameter_names`` and an ``__init__`` that only stores its arguments (scikit-learn's
-    contract), and the hooks at the end of this class and of :class:`Fitted`.
+    A subclass defines ``method``, ``_parameter_names``, an ``__init__`` that only stores its arguments (scikit-learn's
+    convention), and the hooks at the end of this class and of :class:`Fitted`.
     """
 
     _estimator_type = "classifier"  # for scikit-learn before 1.6
@@ -36,22 +36,22 @@ class Calibrator(Fitted):
 
         Args:
             logits: [N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``. Or [N], one
-                logit (or probability) per row, that of class 1 of two: the same as [N, 2] with a logit of 0 for class
+                logit (or probability) per row, of class 1 of two classes: equal to [N, 2] with a logit of 0 for class
                 0. Or [N, C, d1, ...] with the classes in dimension 1, as in torch's losses: every position is a row,
                 and the fitted calibrator takes and returns this layout.
             target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
-                Strings are taken as scikit-learn does: in alphabetical order they are the columns, and all must occur.
-            sample_weight: [N], or of the shape of ``target``: how often a row counts; None is once.
-            ignore_index: label of ignored rows; None is no label.
+                Strings, as in scikit-learn, are the columns in alphabetical order; each must occur.
+            sample_weight: [N], or of the shape of ``target``: a row with weight w counts w times; None is 1.
+            ignore_index: label of ignored rows; None ignores no row.
 
         Returns:
             The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, ``warnings_``, and
-            the attributes that the class documents. If it raises, an earlier fit stays unchanged.
+            the attributes that the class documents. After an error, an earlier fit stays unchanged.
 
         Warns:
             CalibrationWarning: the result should be checked, or the labels cannot be right (shifted, of another row, of
-                columns in another order, no better than chance): once, with the remedy or the likely cause;
-                ``warnings_`` has the same sentences.
+                columns in another order, no better than chance). One warning holds all sentences, each with its remedy
+                or likely cause; ``warnings_`` has them too.
 
         Raises:
             TypeError: logits that are not floating point, a target that is neither integer nor strings.
@@ -78,7 +78,7 @@ class Calibrator(Fitted):
     def fit_quietly(
         self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
     ) -> Self:
-        """:meth:`fit` without the warning and without checks of unlikely labels: for callers that read ``warnings_``.
+        """:meth:`fit` without the warning and without the checks of labels, for callers that read ``warnings_``.
 
         Args:
             logits, target, sample_weight, ignore_index: as :meth:`fit`.
@@ -101,7 +101,7 @@ class Calibrator(Fitted):
     def _fit_rows(
         self, logits: Any, target: Any, sample_weight: Any, ignore_index: int | None, *, assumed: bool = False
     ) -> FitData:
-        """Fit, and return what it was fitted on; ``assumed``: the input kind was not given."""
+        """Fit, and return the rows; ``assumed`` means that the user did not set ``input_kind``."""
         name = type(self).__name__
         self._check_parameters()
         input = self._as_tensor(logits)
@@ -124,11 +124,11 @@ class Calibrator(Fitted):
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str], *, evidence: Mapping[str, Any] | None = None) -> None:
-        """Write the fitted calibrator as JSON. All of it or nothing: a failed write leaves an existing file alone.
+        """Write the fitted calibrator as JSON. The write is atomic: after an error an existing file is unchanged.
 
         Args:
             path: the file to write; :func:`focalkern.load_calibrator` reads it.
-            evidence: reasons for this calibrator, as ``json.dumps`` takes them; they are stored in the file, in the
+            evidence: reasons for this calibrator, a mapping that ``json.dumps`` accepts; the file holds it in the
                 summary of the fit.
 
         Raises:
@@ -169,7 +169,7 @@ class Calibrator(Fitted):
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not a calibrator, is of another format version, or of another class.
+            ValueError: the file is not a calibrator, or has another format version or another class.
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
@@ -199,7 +199,7 @@ class Calibrator(Fitted):
         return hasattr(self, "n_classes_")
 
     def __sklearn_tags__(self) -> Any:
-        # Called by scikit-learn (1.6 and newer) only, so that it is there.
+        # Only scikit-learn (1.6 and newer) calls this, so it is installed here.
         from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
 
         return Tags(
@@ -215,7 +215,7 @@ class Calibrator(Fitted):
     # -- hooks of a subclass ------------------------------------------------------------------------------------
 
     def _fit(self, rows: FitData) -> dict[str, Any]:
-        """The fitted attributes."""
+        """Fits to the rows and returns the fitted attributes by name."""
         raise NotImplementedError
 
     def _fit_warnings(self, rows: FitData) -> Iterable[str]:
@@ -238,7 +238,7 @@ def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a calibrator, or is of another format version.
+        ValueError: the file is not a calibrator, or has another format version.
 
     Example:
         >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)

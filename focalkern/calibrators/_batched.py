@@ -1,4 +1,4 @@
-"""The scalings of many networks in one call."""
+"""Temperature scaling and focal temperature scaling of many networks in one call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +17,17 @@ __all__ = ["fit_focal_temperatures", "fit_temperatures"]
 
 
 def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind: InputKind = "logits") -> Tensor:
-    r"""The temperature of every network of a batch, by its mean NLL.
+    r"""Fits the temperature of every network of a batch by its mean NLL.
 
     .. math:: T_b = \arg\min_T \; -\overline{\log \mathrm{softmax}(z_b / T)_{y}}
 
-    ``TemperatureScaling().fit`` of each network, without its warnings: the same bits. On the CPU a step reads the
-    logits of a network once, in their own dtype, and accumulates in float64.
+    The result is that of ``TemperatureScaling().fit`` for each network, bit for bit, without its warnings. On the CPU a
+    step reads the logits of a network once, in their own dtype, and accumulates in float64.
 
     Args:
         logits: [B, N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``.
         labels: [B, N] integers, columns of ``logits``.
-        weight: [B, N], how often a row counts; a weight of 0 leaves it out. None counts every row once.
+        weight: [B, N]: a row with weight w counts w times, and weight 0 leaves it out. None is 1 for every row.
         input_kind: ``"logits"`` or ``"probs"``.
 
     Returns:
@@ -55,19 +55,20 @@ def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind
 def fit_focal_temperatures(
     logits: Any, labels: Any, weight: Any = None, *, input_kind: InputKind = "logits"
 ) -> tuple[Tensor, Tensor]:
-    r"""gamma and temperature of every network of a batch, by the mean NLL of the focal calibration map.
+    r"""Fits gamma and temperature of every network of a batch by the mean NLL of the focal calibration map.
 
     .. math:: \gamma_b, T_b = \arg\min_{\gamma, T} \; -\overline{\log p_y(z; \gamma, T)}
 
-    with p the :func:`focalkern.focal_calibration_map`. ``FocalTemperatureScaling().fit`` of each network, without its
-    warnings: the same bits. On the CPU a step reads the logits of every network once and yields the loss, its slope and
-    its curvature in gamma and 1/T; otherwise plain torch fits one network after the other.
+    with p the :func:`focalkern.focal_calibration_map`. The result is that of ``FocalTemperatureScaling().fit`` for each
+    network, bit for bit, without its warnings. On the CPU a step reads the logits of every network once and computes
+    the loss with its first and second derivatives in gamma and 1/T. On other devices plain torch fits one network after
+    the other.
 
     Args:
         logits, labels, weight, input_kind: as :func:`fit_temperatures`.
 
     Returns:
-        gamma and temperature, [B] float64 each, on the device of ``logits``. If an optimum lies beyond a bound of the
+        (gamma, temperature), [B] float64 each, on the device of ``logits``. If an optimum lies beyond a bound of the
         search, the result is the bound.
 
     Raises:

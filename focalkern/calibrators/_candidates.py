@@ -50,7 +50,7 @@ DEFAULT_CANDIDATES = ("none", "temperature", "spline", "spline-vector", "spline-
 
 
 def identity(input_kind: InputKind) -> TemperatureScaling:
-    """No calibration, as a calibrator that can be saved: temperature scaling whose grid has T = 1 only.
+    """No calibration as a calibrator that can be saved: temperature scaling with T = 1 as its only grid point.
 
     Its criterion is the Brier score, which is always finite.
     """
@@ -58,14 +58,14 @@ def identity(input_kind: InputKind) -> TemperatureScaling:
 
 
 def fitted_identity(input_kind: InputKind, brier: float, *, n_samples: int, n_classes: int) -> TemperatureScaling:
-    """:func:`identity`, fitted on samples whose Brier score is known."""
+    """:func:`identity`, fitted without a pass over the samples, whose Brier score is given."""
     one = torch.ones(1, dtype=torch.float64)
     grid = CalibrationGrid(one - 1, one, {"brier": torch.full((1, 1), brier, dtype=torch.float64)}, 15, "equal_mass")
     return identity(input_kind).choose(grid, n_samples=n_samples, n_classes=n_classes)
 
 
 def temperature(criterion: Proper, input_kind: InputKind) -> Calibrator:
-    """Temperature scaling: by the NLL with the floor that makes it finite on any rows."""
+    """The candidate "temperature". For the NLL it has a floor, so that the NLL is finite on any rows."""
     if criterion == "nll":
         return RobustTemperatureScaling(input_kind=input_kind)
     return TemperatureScaling(criterion=criterion, input_kind=input_kind)
@@ -83,7 +83,7 @@ def as_candidates(
         candidates: names out of :data:`CANDIDATES`, sorted into its order; or a mapping of names to anything with
             ``fit`` and ``predict_proba`` (or ``transform``), from the simplest to the richest; None for
             :data:`DEFAULT_CANDIDATES`.
-        keep_predictions: only those that change no predicted class; of the default ones, the others are left out.
+        keep_predictions: only candidates that change no predicted class. Default candidates that may are left out.
 
     Raises:
         ValueError: an unknown name; a candidate called "none" that is not None; one that may change predictions with
@@ -96,7 +96,8 @@ def as_candidates(
     )
     if changing and candidates is not None:
         raise ValueError(
-            f"candidates: {', '.join(changing)} may change predicted classes; leave out with keep_predictions"
+            f"candidates: {', '.join(changing)} may change predicted classes; leave them out, or set "
+            "keep_predictions=False"
         )
     return {name: candidate for name, candidate in made.items() if name not in changing}
 
@@ -140,7 +141,7 @@ def fit_one(candidate: Any, input: Tensor, labels: Tensor, near: Any = None, wei
     """A fitted copy of a candidate, without warnings. Candidates of other libraries get NumPy arrays.
 
     Args:
-        near: a copy fitted on nearly the same samples; the search starts at its optimum.
+        near: a copy fitted on nearly the same samples (for a fold: on all samples). The search starts at its optimum.
         weight: [N] float64; None for equal weights.
 
     Raises:
@@ -174,7 +175,7 @@ def log_proba(calibrator: Any, input: Tensor) -> Tensor:
     """[N, C] float64 calibrated log-probabilities."""
     if isinstance(calibrator, Calibrator):
         return torch.as_tensor(calibrator.predict_log_proba(input.to(torch.float64)))
-    # netcal names it transform.
+    # netcal's name of the method is transform.
     predict = calibrator.predict_proba if hasattr(calibrator, "predict_proba") else calibrator.transform
     probs = torch.as_tensor(np.asarray(predict(input.cpu().numpy())), dtype=torch.float64)
     if probs.shape != input.shape:

@@ -1,5 +1,4 @@
-"""Cross-validation of candidates on samples in memory: each is fitted on all folds but one and evaluated on that
-one."""
+"""Cross-validation of candidates on samples in memory: each is fitted on all folds but one, evaluated on that."""
 
 import math
 from collections.abc import Mapping
@@ -52,7 +51,7 @@ def cross_validate(
     Args:
         input: [N, C].
         labels: [N] int64.
-        candidates: what :func:`as_candidates` returns.
+        candidates: result of :func:`as_candidates`.
         weight: [N] float64 > 0, for the fits and the mean losses; None for equal weights.
     """
     rows = len(labels)
@@ -77,7 +76,7 @@ def cross_validate(
                 if isinstance(candidate, SplineScaling):
                     log_probs = splines.held_out(candidate, k)(input[held_out].to(torch.float64))
                 else:
-                    if name != "none":  # which has nothing to fit
+                    if name != "none":  # no calibration needs no fit
                         kept = ~held_out
                         of_fit = None if weight is None else weight[kept]
                         part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
@@ -85,7 +84,7 @@ def cross_validate(
                     log_probs = log_proba(part, input[held_out])
                 loss[held_out] = losses_of(log_probs, labels[held_out], criterion).cpu()
                 brier[held_out] = losses_of(log_probs, labels[held_out], "brier").cpu()
-        # a user's candidate may raise anything: the others continue, and a warning names the error
+        # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
         except Exception as error:
             if name == "none":
                 raise
@@ -94,7 +93,7 @@ def cross_validate(
         border = getattr(fitted, "at_border_", ())
         if border and name != "none":
             excluded = excluded or f"has its optimum at a bound of the search: {' and '.join(border)}"
-        elif stopped:  # a bound of the search is no property of the candidate
+        elif stopped:
             excluded = excluded or f"has its optimum at a bound of the search in a fold: {' and '.join(stopped)}"
         elif name == "none" and len(candidates) > 1 and zeros_are_possible(source, candidate.input_kind):
             excluded = ZEROS
@@ -113,8 +112,8 @@ ZEROS = "gives probability 0 to classes that occur in other rows"
 
 
 def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
-    """Whether a probability of 0 may fall on the true class: no calibration would have an infinite loss there."""
-    if input_kind == "logits":  # -inf is impossible, unless a label says otherwise
+    """Whether a class with probability 0 may be the true class of a row: uncalibrated, its loss would be infinite."""
+    if input_kind == "logits":  # a logit of -inf is an impossible class, unless a row has its label there
         return not masks_zeros(source, input_kind)
     zeros = torch.zeros(source.n_classes, dtype=torch.float64)
     for part in source.parts():
@@ -124,10 +123,9 @@ def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
 
 
 class SplinesByPenalty:
-    """The spline scalings among the candidates; those with the same penalty are fitted together, when the first is
-    needed.
+    """The spline scalings among the candidates. Those with the same penalty are fitted together at the first request.
 
-    ``temperatures`` has, by kind of input, the robust temperature of all rows, where another candidate has found it.
+    ``temperatures`` holds, by kind of input, the robust temperature of all rows if another candidate has fitted it.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class SplinesByPenalty:
         return found or (self._why_not_matrix if candidate.kind == "matrix" else "")
 
     def fitted(self, candidate: Any) -> SplineScaling | None:
-        """None if it is not a spline scaling."""
+        """The candidate fitted to all rows; None if it is not a spline scaling."""
         if not isinstance(candidate, SplineScaling):
             return None
         candidate._check_parameters()

@@ -1,4 +1,4 @@
-"""The saved JSON of a calibrator: written, read and checked."""
+"""The JSON file of a calibrator: writing, reading and checks."""
 
 import json
 import math
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 _FORMAT = "focalkern-calibrator"
-# Raised with every change of the format; files of released versions stay readable.
+# Increases with every change of the format. Files of released versions stay readable.
 FORMAT_VERSION = 5
 
 # Bound for values read from a file: no search exceeds it.
 _MOST_GAMMA, _MOST_TEMPERATURE = 1e6, 1e30
-# Bound for an epsilon of 1 / (N + 1): a smaller one has no digits left.
+# Lower bound for epsilon = 1 / (N + 1): with a smaller one, 1 - epsilon would round to 1.
 LEAST_EPSILON = 1e-100
 
 
@@ -68,7 +68,7 @@ def nested_document(calibrator: Fitted) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A parameter as JSON has it."""
+    """A parameter as a JSON value."""
     if isinstance(value, Parameters):
         return {
             "method": value.method,
@@ -80,7 +80,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed file; format, version and method are checked, nothing else."""
+    """The parsed file. Only format, version and method are checked."""
     with open(path, "rb") as stream:
         data = stream.read()
     try:
@@ -103,7 +103,7 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Fitted:
-    """A calibrator from parsed JSON whose format, version and method are good."""
+    """A calibrator from parsed JSON whose format, version and method are checked."""
     try:
         return calibrator_from_json(document)
     except KeyError as error:
@@ -113,7 +113,7 @@ def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> 
 
 
 def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
-    """A calibrator, which may be part of another one; it is fitted where the document has ``fit``."""
+    """A calibrator, possibly nested in another one. It is fitted if the document has the key ``fit``."""
     cls = BY_METHOD[document["method"]]
     parameters = {key: value for key, value in document["parameters"].items() if key in cls._parameter_names}
     for key, value in parameters.items():
@@ -141,14 +141,14 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
 
 
 def as_number(name: str, value: Any) -> float:
-    """A finite number out of JSON."""
+    """A finite number from JSON."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, found {value!r}")
     return float(value)
 
 
 def as_map(gamma: Any, temperature: Any, names: tuple[str, str] = ("gamma", "temperature")) -> tuple[float, float]:
-    """gamma and T of a focal calibration map out of JSON, at which it has no overflow in float32."""
+    """gamma and T of a focal calibration map from JSON, within bounds that prevent overflow in float32."""
     found = as_number(names[0], gamma), as_number(names[1], temperature)
     if not (-1 < found[0] <= _MOST_GAMMA and 1 / _MOST_TEMPERATURE <= found[1] <= _MOST_TEMPERATURE):
         raise ValueError(
@@ -159,7 +159,7 @@ def as_map(gamma: Any, temperature: Any, names: tuple[str, str] = ("gamma", "tem
 
 
 def as_count(value: Any, least: int = 1) -> int:
-    """A count out of JSON."""
+    """A count from JSON."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"expected a count of at least {least}, found {value!r}")
     return value

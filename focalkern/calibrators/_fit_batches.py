@@ -24,16 +24,16 @@ class FitsBatches(Calibrator):
     def fit_batches(
         self, batches: Iterable[Any] | Callable[[], Iterable[Any]], *, ignore_index: int | None = None
     ) -> Self:
-        """Fit on batches, which are read once for every pass: 10 to 50 times, and with a cross-validation 100 to 200.
+        """Fit on batches. Every pass reads all batches; a fit needs 10 to 50 passes, a cross-validation 100 to 200.
 
-        Where torch.distributed is initialized, every process of the default group passes its own batches, and all get
-        the same calibrator. The result equals ``fit`` on all rows.
+        If torch.distributed is initialized, every process of the default group passes its own batches, and all get the
+        same calibrator. The result equals ``fit`` on all rows.
 
         Args:
             batches: an iterable that can be iterated several times, or a function that returns an iterator. A batch is
                 (logits [n, C], target [n]) or (logits, target, sample_weight [n]), as for ``fit``, with integer labels.
-                Every pass must give the same rows in the same order: a DataLoader does not shuffle.
-            ignore_index: label of ignored rows; None is no label.
+                Every pass must give the same rows in the same order, so a DataLoader must not shuffle.
+            ignore_index: label of ignored rows; None ignores no row.
 
         Returns:
             The calibrator itself, fitted.
@@ -77,7 +77,7 @@ class FitsBatches(Calibrator):
         return self
 
     def _fit_source(self, source: Any) -> dict[str, Any]:
-        """The fitted attributes, by sums over the rows of a source."""
+        """Fits by sums over the rows of a source and returns the fitted attributes by name."""
         raise NotImplementedError
 
 
@@ -93,12 +93,12 @@ def _as_data(name: str, batch: Any, place: int, ignore_index: int | None, input_
         raise ValueError(f"{name}: logits of a batch must be [n, C], got shape {list(logits.shape)} in batch {place}")
     data = as_rows(name, logits, target, weight, ignore_index, input_kind=input_kind, one_logit=False, empty=True)
     if data.names is not None:
-        raise TypeError(f"{name}: target must be integers where rows come in batches, got strings in batch {place}")
+        raise TypeError(f"{name}: target must be integer class indices in fit_batches, got strings in batch {place}")
     return data
 
 
 def _counted(name: str, read: Callable[[], Iterator[FitData]], *, assumed: bool) -> BatchedRows:
-    """The source of all processes, after one pass that counts rows and classes."""
+    """The source of the rows of all processes, after one pass that counts rows and classes."""
     rank, size = rank_and_size()
     facts = torch.zeros(size, 2, dtype=torch.float64)  # rows and classes of every process
     device = torch.device("cpu")

@@ -14,21 +14,21 @@ from focalkern.fallback._checks import sum_tolerance
 
 __all__ = ["FitData", "as_floating", "as_rows", "check_input", "check_values", "labels_array", "weighted_mean"]
 
-# Bounds of a sum of weights. Within them shares, their squares and 1 / (N + 1) have all digits.
+# Bounds of a sum of weights. Within them, shares, their squares and 1 / (N + 1) neither overflow nor underflow.
 _MOST_WEIGHT = 1e100
 
 
 @dataclass(frozen=True)
 class FitData:
-    """Rows that count, checked.
+    """Checked rows of a fit, without ignored rows and rows of weight 0.
 
     Attributes:
         input: [N, C], N >= 1.
         target: [N] int64 in [0, C).
-        weight: [N] float64 > 0; None where every row counts once.
-        names: [C], what the columns are called; None where the labels are numbers.
-        one_logit: given as one logit per row.
-        dense: given as [N, C, d1, ...].
+        weight: [N] float64 > 0; None if every row has weight 1.
+        names: [C] names of the classes; None if the labels are numbers.
+        one_logit: whether the user passed one logit per row.
+        dense: whether the user passed [N, C, d1, ...].
     """
 
     input: Tensor
@@ -52,7 +52,7 @@ def as_rows(
 ) -> FitData:
     """Rows of :meth:`Calibrator.fit`; ``name`` is the calibrator's, ``input`` [N, C] or [N, C, d1, ...].
 
-    ``empty`` allows no rows, as a batch may have.
+    ``empty`` permits 0 rows, for batches.
     """
     check_input(name, input, any_rank=input.dim() > 2, class_axis=1 if input.dim() > 2 else -1)
     n_classes = input.shape[1]
@@ -98,16 +98,16 @@ def check_input(name: str, input: Tensor, *, any_rank: bool = False, class_axis:
 
 
 def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | None = None) -> None:
-    """Raise for the first row that is no distribution: the one rule of all calibrators, for ``fit`` and ``predict``.
+    """Raise for the first row that is not a distribution. All calibrators use this rule in ``fit`` and ``predict``.
 
     Args:
         name: name of the calibrator.
         input: [..., C] of ``input_kind``.
-        counts: [...] bool, the rows to check; None is all.
+        counts: [...] bool, the rows to check; None checks all.
 
     Raises:
-        ValueError: a row with NaN or +inf, or without a class that can occur; of probabilities, a negative one or
-            another sum than 1. The row is an index into the flattened leading dimensions.
+        ValueError: a row with NaN or +inf, or without a class that can occur; for probabilities also a negative number
+            or a sum other than 1. The error names the row, its index into the flattened leading dimensions.
     """
     rows = input.detach()
     if input_kind == "probs":
@@ -171,7 +171,7 @@ def _as_target(
     if target.is_complex():
         raise TypeError(f"{name}: target must be integer class indices, got {target.dtype}")
     if target.is_floating_point():
-        # Written so that NaN and infinity fail too.
+        # The comparison is false for NaN and infinity, so they raise too.
         odd = ~(target == target.round()) | ~target.isfinite()
         if bool(odd.any()):
             value = target[odd][0].item()
@@ -180,7 +180,7 @@ def _as_target(
 
 
 def labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
-    """Labels of any kind: numbers or text."""
+    """Labels, numbers or strings, as an array."""
     if isinstance(values, Tensor):
         labels = as_tensor(values, f"{name}: target").cpu()
         return (labels.double() if labels.is_floating_point() else labels).numpy()
@@ -191,7 +191,7 @@ def labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
 
 
 def weighted_mean(name: str, right: np.ndarray[Any, Any], sample_weight: Any) -> float:
-    """The share of the rows that are right."""
+    """The weighted fraction of rows that are correct."""
     if sample_weight is None:
         return float(np.mean(right))
     weight = _as_weight(name, sample_weight, tuple(right.shape)).cpu().numpy()

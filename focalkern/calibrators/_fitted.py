@@ -1,4 +1,4 @@
-"""A fitted calibrator applied to rows: checks of the input, the floor, probabilities, predicted classes."""
+"""Application of a fitted calibrator to rows: checks of the input, floor, probabilities, predicted classes."""
 
 import functools
 import sys
@@ -18,11 +18,11 @@ from focalkern.calibrators._parameters import Parameters
 __all__ = ["BY_METHOD", "Fitted", "Layout", "NotFittedError", "renamed"]
 
 
-BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator, by the word in its file
+BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator class, by its "method" in JSON files
 
 
 class Layout(NamedTuple):
-    """The kind of the input of ``fit``: classes, their names, and the layout."""
+    """The classes of the input of ``fit``, their names, and the layout of the input."""
 
     n_classes: int
     names: np.ndarray[Any, Any] | None = None
@@ -37,14 +37,14 @@ class NotFittedError(ValueError, AttributeError):
 
 def _not_fitted(words: str) -> NotFittedError:
     theirs = sys.modules.get("sklearn.exceptions")
-    if theirs is None:  # nobody can expect it
+    if theirs is None:  # without scikit-learn no code can expect its error
         return NotFittedError(words)
     both: type[NotFittedError] = type("NotFittedError", (NotFittedError, theirs.NotFittedError), {})
     return both(words)
 
 
 class Fitted(Parameters):
-    """The attributes that ``fit`` and ``load`` set, and everything that reads them."""
+    """The attributes that ``fit`` and ``load`` set, and the methods that read them."""
 
     _fewest_classes: ClassVar[int] = 2
 
@@ -54,7 +54,7 @@ class Fitted(Parameters):
     one_logit_: bool
     dense_: bool
     warnings_: tuple[str, ...]
-    _names: np.ndarray[Any, Any] | None  # what the columns are called; None where they are numbers
+    _names: np.ndarray[Any, Any] | None  # names of the classes; None if they are numbers
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -70,7 +70,7 @@ class Fitted(Parameters):
             >>> print(fk.TemperatureScaling().fit(logits, labels).classes_)
             ['cat' 'dog']
         """
-        # Made when it is wanted: a file says how many classes there are, and holds nothing of that size.
+        # Made on demand: a small file with a huge number of classes must not allocate memory when it is loaded.
         n_classes = self.n_classes_
         return np.arange(n_classes) if self._names is None else self._names
 
@@ -82,8 +82,8 @@ class Fitted(Parameters):
         """Calibrated probabilities.
 
         Args:
-            logits: [..., C] floating point, with the number of classes of ``fit``; [...] where ``fit`` had one logit
-                per row; [N, C, d1, ...] where ``fit`` had such.
+            logits: [..., C] floating point, with the number of classes of ``fit``; [...] after a fit on one logit per
+                row; [N, C, d1, ...] after a fit on that layout.
 
         Returns:
             Probabilities of the same shape ([..., 2] for one logit): a tensor for a tensor, on its device; a NumPy
@@ -108,7 +108,7 @@ class Fitted(Parameters):
     @overload
     def predict_log_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict_log_proba(self, logits: Any) -> Any:
-        """The logarithms of :meth:`predict_proba`, precise also where a probability is near 1 or underflows.
+        """The logarithms of :meth:`predict_proba`, precise also if a probability is near 1 or underflows.
 
         Args:
             logits: as :meth:`predict_proba`.
@@ -185,7 +185,7 @@ class Fitted(Parameters):
     @overload
     def changed(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def changed(self, logits: Any) -> Any:
-        """The rows whose predicted class is another one than before calibration.
+        """Marks the rows whose predicted class differs from the prediction before calibration.
 
         Args:
             logits: as :meth:`predict_proba`.
@@ -198,7 +198,7 @@ class Fitted(Parameters):
 
         Example:
             >>> logits = torch.tensor([[4.0, 0.0], [1.0, 0.0]]).repeat(10, 1)
-            >>> labels = torch.tensor([0, 1] * 6 + [0, 0] * 3 + [1, 1])  # right in 9 and in 3 of 10 rows
+            >>> labels = torch.tensor([0, 1] * 6 + [0, 0] * 3 + [1, 1])  # correct in 9 and in 3 of 10 rows
             >>> calibrator = fk.HistogramBinning(n_bins=2).fit(logits, labels)
             >>> calibrator.changed(logits[:2])
             tensor([False,  True])
@@ -210,7 +210,7 @@ class Fitted(Parameters):
     # -- hooks of a subclass ------------------------------------------------------------------------------------
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        """[..., C] to calibrated (log-)probabilities [..., C]."""
+        """Maps [..., C] to calibrated (log-)probabilities [..., C]."""
         raise NotImplementedError
 
     def _keeps_predictions(self) -> bool:
@@ -218,21 +218,21 @@ class Fitted(Parameters):
         return False
 
     def _predicted(self, input: Tensor) -> Tensor:
-        """[..., C] to class indices [...], the first of equal ones."""
+        """Maps [..., C] to class indices [...]; of equal classes the first."""
         return (input if self._keeps_predictions() else self._after_floor(input, log=True)).argmax(-1)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The result of ``_fit``, for the top of the file and for its summary of the fit."""
+        """Two dicts with the result of ``_fit``: for the top of the file, and for its summary of the fit."""
         raise NotImplementedError
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse; Raises KeyError, TypeError or ValueError for data that ``_fitted_to_json`` does not write."""
+        """The inverse of ``_fitted_to_json``; raises KeyError, TypeError or ValueError for invalid data."""
         raise NotImplementedError
 
     # -- private ------------------------------------------------------------------------------------------------
 
     def _become(self, fitted: Mapping[str, Any], layout: Layout, *, n_samples: int, floor: float = 0.0) -> None:
-        """Replace everything that an earlier fit has left."""
+        """Replaces all attributes of an earlier fit."""
         for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
             delattr(self, name)
         vars(self).pop("_modules", None)
@@ -242,13 +242,13 @@ class Fitted(Parameters):
         self.warnings_ = ()
 
     def _placed(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module that follows the floor, for the inputs of ``fit``."""
+        """The module with the floor before it, for the layout of the input of ``fit``."""
         if self.input_floor_:
             module = FlooredInput(module, self.input_floor_, self.input_kind, one_logit=self.one_logit_)
         return ClassAxis(module) if self.dense_ else module
 
     def _pairs(self, input: Tensor) -> Tensor:
-        """[...] of class 1 to [..., 2]."""
+        """Inputs [...] of class 1 as [..., 2] of both classes."""
         return as_pairs(as_floating(type(self).__name__, input), self.input_kind)
 
     def _as_tensor(self, logits: Any) -> Tensor:
@@ -259,7 +259,7 @@ class Fitted(Parameters):
         return _like(given, result.movedim(-1, 1) if self.dense_ and result.dim() > 2 else result)
 
     def _input(self, logits: Any) -> Tensor:
-        """Input as rows [..., C] with the classes of ``fit``; checks that each row gives a distribution."""
+        """Input as rows [..., C] with the classes of ``fit``; checks that each row is a distribution."""
         input = self._of_fit(logits)
         check_values(type(self).__name__, input, self.input_kind)
         return input
@@ -281,7 +281,7 @@ class Fitted(Parameters):
             )
         return input
 
-    # Whether the operator behind _apply rejects rows that are no distributions.
+    # Whether the operator in _apply rejects rows that are not distributions.
     _operator_checks = False
 
     def _applied(self, logits: Any, *, log: bool) -> Tensor:
@@ -300,7 +300,7 @@ class Fitted(Parameters):
         return self._apply(floored_input(input, self.input_floor_, self.input_kind), log=log).to(input.dtype)
 
     def _named(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-        """Calls a function of operators; its errors then name the calibrator and its argument."""
+        """Calls a function; errors of operators in it then name the calibrator and its argument."""
         try:
             return function(input)
         except (TypeError, ValueError) as error:
@@ -312,7 +312,7 @@ class Fitted(Parameters):
         return module
 
     def _kept(self, make: Callable[[], Any], device: torch.device) -> Any:
-        """The result of ``make`` for a device, made once per fit, because making it takes longer than a row."""
+        """The result of ``make`` for a device, made once per fit, because making it takes longer than mapping a row."""
         made: dict[Any, Any] = vars(self).setdefault("_modules", {})
         key = device, self.input_kind
         if key not in made:
@@ -330,7 +330,7 @@ def _like(given: Any, result: Tensor) -> Any:
 
 
 def renamed(name: str, error: Exception) -> Exception:
-    """Errors of an operator or a nested calibrator name the calibrator that was called."""
+    """Context in which errors of an operator or a nested calibrator name the calibrator that the user called."""
     who, _, words = str(error).partition(": ")
     known = who in ("focal_calibration_map", "spline_calibration_map") or who in {
         kind.__name__ for kind in BY_METHOD.values()

@@ -20,55 +20,54 @@ class FocalTemperatureScaling(Scaling):
 
     .. math:: q = \text{softmax}(z / T), \quad \hat p_j \propto \frac{q_j}{(1 - q_j)^\gamma (1 + \gamma \varphi(q_j))}
 
-    with phi(q) = -q log q / (1 - q). gamma > 0 raises high confidences, gamma < 0 lowers them. A negative gamma goes
-    into the same formula; it is *not* the inverse focal loss of :func:`focalkern.focal_loss`.
+    with phi(q) = -q log q / (1 - q). gamma > 0 raises high confidences, gamma < 0 lowers them. A negative gamma uses
+    the same formula; it does *not* stand for the inverse focal loss of :func:`focalkern.focal_loss`.
 
     Args:
         search:
             * ``"nll"``, ``"brier"``: the optimum of that criterion in gamma and T, found by derivatives of the map
-              without a grid; gamma is from -0.99 to 100. Never worse than :class:`TemperatureScaling` by the same
-              criterion; see there for data without an optimum.
+              without a grid; gamma is from -0.99 to 100. On the rows of ``fit`` the criterion is never worse than that
+              of :class:`TemperatureScaling`, whose docstring describes data without an optimum.
             * ``"grid"``: every pair of ``gammas`` and ``temperatures``.
             * ``"line"``: with m temperatures at most 3m cells: the best T at the first and at the last gamma, and m
-              points of the line through both, from the smallest gamma to the largest. gamma = 0 is the first by
-              default, so that plain scaling is among what is compared. It saves cells and no time: a grid shares the
-              softmax of a temperature among its gammas, which a line cannot.
-            * ``"refine"``: from coarse to fine between the ends of both axes; some 600 cells. On the networks of
+              points of the line through both, from the smallest gamma to the largest. By default gamma = 0 is the
+              first, so temperature scaling is among the cells. A line has fewer cells than a grid but takes as long,
+              because a grid shares the softmax of a temperature among its gammas.
+            * ``"refine"``: from coarse to fine between the ends of both axes; about 600 cells. On the networks of
               Mukhoti et al. it finds the grid's optimum, or a better one, in half the time or less.
 
-            None: by derivatives for ``"nll"`` and ``"brier"`` if no axis is given, else ``"grid"``.
-        gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. gamma = 0 is
-            temperature scaling, so on the data of ``fit`` the criterion is never worse than that of a
-            :class:`TemperatureScaling` with the same grid. Since 0 comes first and the first of equal optima is used,
-            the result differs from temperature scaling only if it is better. ``focalkern.PAPER_GAMMAS`` is the paper's
-            own grid, without 0.
+            None is ``"nll"`` or ``"brier"`` for that criterion if no axis is given, else ``"grid"``.
+        gammas: all > -1; None is :data:`DEFAULT_GAMMAS`: 0, and then the paper's nine values. gamma = 0 is temperature
+            scaling, so on the rows of ``fit`` the criterion is never worse than that of a :class:`TemperatureScaling`
+            with the same grid. Because 0 comes first and the first of equal optima is used, the result differs from
+            temperature scaling only if it is better. ``focalkern.PAPER_GAMMAS`` is the paper's grid, without 0.
         temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. The first of equal optima is used.
-        criterion: what is minimised: ``"nll"``, ``"brier"``, or ``"ece"``, the paper's. The first two judge all
-            probabilities of a row. The ECE depends only on the confidence, and its optimum is often worse than no
-            calibration by both of the others; ``fit`` then warns.
-        estimator: which ECE: ``"equal_mass"`` (the paper's), ``"equal_mass_interp"`` (its published code's) or
+        criterion: the loss to minimise: ``"nll"``, ``"brier"``, or ``"ece"`` (the paper's). NLL and Brier score depend
+            on all probabilities of a row. The ECE depends only on the confidence, and its optimum often has a higher
+            NLL and Brier score than no calibration; ``fit`` then warns.
+        estimator: of the ECE: ``"equal_mass"`` (the paper), ``"equal_mass_interp"`` (its published code) or
             ``"equal_width"``; see :mod:`focalkern.metrics`.
         n_bins: bins of the ECE.
-        widen: where the optimum of a grid, line or refinement is an end of an axis, search on beyond it, up to
+        widen: if the optimum of a grid, line or refinement is at an end of an axis, extend the axis, up to
             ``GAMMA_BOUNDS`` and ``TEMPERATURE_BOUNDS``.
-        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
-            a true class of probability 0 has a finite NLL.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Without it ``fit`` raises an error for logits that look
-            like probabilities.
+        floor: in [0, 1): first, the probabilities p of a row become (1 - floor) p + floor / C, so that a true class
+            with probability 0 has a finite NLL.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` raises an error for
+            logits that look like probabilities.
 
     ``fit`` sets ``temperature_``, ``gamma_``, ``search_`` and ``criterion_`` (of this fit), ``best_value_`` (the
-    criterion at the optimum), ``n_cells_`` (how often it was evaluated), ``at_border_`` (a sentence for each parameter
+    criterion at the optimum), ``n_cells_`` (number of its evaluations), ``at_border_`` (a sentence for each parameter
     whose optimum lies at a bound of the search) and, after a search on a grid, ``grid_``, the whole
-    :class:`focalkern.CalibrationGrid`. It warns if the optimum lies at a bound of the search, a target has probability
-    0, or the calibrated rows are worse than before: a mean loss higher by more than a standard error, of NLL and Brier
-    score for the criterion ``"ece"``, else of the criterion. With ``sample_weight`` a search on a grid takes ten times
-    longer, and ``"equal_mass_interp"`` is not defined.
+    :class:`focalkern.CalibrationGrid`. It warns if the optimum lies at a bound of the search, if a target has
+    probability 0, or if calibration makes the rows worse: the mean loss rises by more than a standard error. The loss
+    is the criterion; for the criterion ``"ece"`` both NLL and Brier score are checked. With ``sample_weight`` a search
+    on a grid takes ten times longer, and ``"equal_mass_interp"`` is not defined.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.
 
     Example:
-        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # sure with 0.98 and with 0.88,
-        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # right in 9 and in 8 of 10 rows
+        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # confidence 0.98 and 0.88,
+        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # correct in 9 and in 8 of 10 rows
         >>> calibrator = fk.FocalTemperatureScaling().fit(logits, labels)
         >>> round(calibrator.gamma_, 3), round(calibrator.temperature_, 3)
         (-0.757, 1.087)
@@ -112,7 +111,7 @@ class FocalTemperatureScaling(Scaling):
     def _search_smooth(self, rows: FitData, criterion: Proper) -> SearchResult:
         return minimize_focal(rows.input, rows.target, self.input_kind, criterion, rows.weight, self._near)
 
-    # Start of a search by derivatives instead of a coarse grid. Only fit_quietly sets it, for the duration of a fit.
+    # Start of a search by derivatives, in place of a coarse grid. Only fit_quietly sets it, for one fit.
     _near: tuple[float, float] | None = None
 
     def fit_quietly(
@@ -124,12 +123,12 @@ class FocalTemperatureScaling(Scaling):
         ignore_index: int | None = None,
         near: tuple[float, float] | None = None,
     ) -> Self:
-        """:meth:`fit` without the warning: for callers that read ``warnings_`` themselves.
+        """:meth:`fit` without the warning, for callers that read ``warnings_``.
 
         Args:
             logits, target, sample_weight, ignore_index: as :meth:`fit`.
             near: (gamma, T) where a search by derivatives starts, in place of a coarse grid: the optimum of nearly the
-                same rows, as cross-validation has it.
+                same rows, for example of all rows for the fit of a fold.
 
         Returns:
             The calibrator itself.

@@ -12,7 +12,7 @@ __all__ = ["check_folds", "fold_of"]
 
 Places = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-# More folds would take days.
+# More folds are a mistake: they would take days.
 MOST_FOLDS = 1000
 
 _ROUNDS = 8
@@ -26,9 +26,9 @@ def fold_of(number: Tensor, rows: int, folds: int, seed: int) -> Tensor:
     """The fold of each row: its position in a random permutation of all rows, modulo the number of folds.
 
     The permutation is a Feistel network on the next power of 4, applied again to results beyond the last row. It needs
-    no list of all rows, so rows in memory and rows in files have the same folds.
-    The folds do not depend on the labels. If they were stratified by class, each fold would have the class frequencies
-    of the other folds, and the cross-validated loss of class intercepts would be too low.
+    no list of all rows, so rows in memory and rows in files get the same folds. The folds do not depend on the labels:
+    in folds stratified by class, each fold has the class frequencies of the others, and the cross-validated loss of
+    class intercepts is too low.
 
     Args:
         number: int64, row numbers from 0 to rows - 1.

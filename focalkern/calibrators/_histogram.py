@@ -33,34 +33,34 @@ class HistogramBinning(Calibrator):
     .. math::
         \hat p_{top} = \text{acc}(B), \qquad \hat p_k = p_k \frac{1 - \text{acc}(B)}{1 - p_{top}} \quad (k \ne top)
 
-    for a row whose confidence p_top lies in the bin B. A bin without rows keeps its centre, the mean of its edges.
+    for a row whose confidence p_top lies in the bin B. The value of a bin without rows is the mean of its edges.
     A class with logit -inf or probability 0 keeps probability 0. If only one class of a row is possible, it keeps
     probability 1. A bin with accuracy 1 gives the other classes probability 0, so a wrong row in this bin has an
     infinite NLL. This is a property of the method and a reason to use few bins.
 
-    The predicted class changes if another class gets more than acc(B): ``n_changed_`` counts such rows of ``fit``, and
-    :meth:`changed` marks them in other data. A tie changes nothing.
+    The predicted class changes if another class gets more than acc(B); a tie does not change it. ``n_changed_`` counts
+    such rows of ``fit``, and :meth:`changed` marks them in other data.
 
     Args:
         n_bins: M >= 1.
-        binning: ``"equal_mass"``: the rows of ``fit``, sorted, are cut into M parts whose sizes differ by at most one,
-            half-way between neighbours; equal confidences stay together in the lower bin, and a bin that this leaves
-            without rows has no width. ``"equal_width"``: (k/M, (k+1)/M]. The first bin begins at 0 and the last ends
-            at 1 in both.
-        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`, fitted (a copy of it) on the same
-            rows before the bins; None bins the uncalibrated probabilities.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
-            like probabilities. ``scaling`` must have the same one.
+        binning: ``"equal_mass"``: the sorted rows of ``fit`` are cut into M parts whose sizes differ by at most one; an
+            edge is half-way between neighbours. Equal confidences stay together in the lower bin; a bin that gets no
+            rows this way has width 0. ``"equal_width"``: (k/M, (k+1)/M]. In both, the first bin begins at 0 and the
+            last ends at 1.
+        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`; a copy of it is fitted on the same
+            rows before the bins. None bins the uncalibrated probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
+            look like probabilities. ``scaling`` must have the same value.
 
-    After ``fit`` there are ``edges_`` [M + 1] from 0 to 1, ``counts_`` [M], ``values_`` [M], ``n_changed_`` and
-    ``scaling_``, the fitted copy or None.
+    ``fit`` sets ``edges_`` [M + 1] from 0 to 1, ``counts_`` [M] (rows per bin), ``values_`` [M] (calibrated
+    confidences), ``n_changed_``, and ``scaling_``, the fitted copy or None.
 
     Source: Zadrozny & Elkan 2001; Guo et al. 2017 (arXiv 1706.04599), section 4.1; on the top class, after a scaling,
     Wang et al., NeurIPS 2021.
 
     Example:
-        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # sure with 0.98 and with 0.88,
-        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # right in 9 and in 8 of 10 rows
+        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # confidence 0.98 and 0.88,
+        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # correct in 9 and in 8 of 10 rows
         >>> calibrator = fk.HistogramBinning(n_bins=2).fit(logits, labels)
         >>> calibrator.predict_proba(logits[:2]).round(decimals=4)
         tensor([[0.9000, 0.1000],
@@ -150,7 +150,7 @@ class HistogramBinning(Calibrator):
                 sizes = torch.full((n_bins,), len(ordered) // n_bins)
                 sizes[: len(ordered) % n_bins] += 1
                 after = sizes.cumsum(0)[:-1]
-            else:  # the row in which a share of the weight is reached ends its bin
+            else:  # the row that reaches a bin's share of the weight is its last row
                 reached = rows.weight.cpu()[order].cumsum(0)
                 shares = torch.arange(1, n_bins, dtype=torch.float64) / n_bins * reached[-1]
                 after = (torch.searchsorted(reached, shares * (1 - 1e-12)) + 1).clamp(max=len(ordered))
@@ -227,5 +227,5 @@ class HistogramBinning(Calibrator):
 
 
 def _has_larger_class(log_probs: Tensor, top: Tensor) -> Tensor:
-    """[...]: some class has more than the top class, not as much."""
+    """[...] bool: whether some class has a strictly larger probability than the top class."""
     return (log_probs > log_probs.gather(-1, top)).any(-1)

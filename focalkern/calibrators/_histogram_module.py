@@ -15,7 +15,7 @@ __all__ = ["HistogramLogProbs", "bin_top_class"]
 class HistogramLogProbs(ExactBuffers):
     """Logits (or probabilities) to the log-probabilities of histogram binning on the top class.
 
-    The edges and values are float64 buffers; ``module.half()`` does not round them.
+    Edges and values are float64 buffers; ``module.half()`` does not round them.
 
     Args:
         scaling: a module applied before the binning, from the input to log-probabilities [..., C].
@@ -65,13 +65,13 @@ def bin_top_class(log_probs: Tensor, top: Tensor, possible: Tensor, edges: Tenso
         values: [M] float64 in [0, 1].
 
     Returns:
-        Log-probabilities [..., C] in the dtype of ``log_probs``; -inf for classes that cannot occur. Where all the
-        others that can have probability 0, they share the rest equally.
+        Log-probabilities [..., C] in the dtype of ``log_probs``; -inf for classes that cannot occur. If all other
+        possible classes have probability 0, they share the rest equally.
     """
     dtype = log_probs.dtype
     is_top = torch.arange(log_probs.shape[-1], device=log_probs.device) == top
     confidence = log_probs.gather(-1, top).exp()
-    # The number of edges below: the bin (lo, hi]. A sum and no searchsorted, which ONNX does not have.
+    # The bin (lo, hi] is the number of edges below. A sum, because ONNX has no searchsorted.
     index = (confidence > edges.to(dtype)).sum(-1, keepdim=True)
     value = values.to(dtype)[index]
 
@@ -81,11 +81,11 @@ def bin_top_class(log_probs: Tensor, top: Tensor, possible: Tensor, edges: Tenso
     largest = others.amax(-1, keepdim=True)
     nothing = largest == -math.inf
     others = torch.where(nothing, 0.0, others).masked_fill(apart, -math.inf)
-    # In logs: probabilities that would underflow keep their ratios.
+    # In log space, so that probabilities that would underflow keep their ratios.
     shares = others - torch.where(nothing, 0.0, largest)
     shares = shares - torch.where(alone, 1.0, shares.exp().sum(-1, keepdim=True)).log()
     value = torch.where(alone, 1.0, value)
     rest = torch.where(alone, 0.0, (-value).log1p())
     result = torch.where(is_top, value.log(), shares + rest)
-    # NaN rows stay NaN: the comparison above has put them into the first bin.
+    # The comparison above put NaN rows into the first bin; they become NaN again.
     return torch.where(confidence.isnan(), torch.nan, result)

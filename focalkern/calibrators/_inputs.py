@@ -1,4 +1,4 @@
-"""Functions of rows of logits or probabilities [..., C] that calibrators and their modules share."""
+"""Functions of rows of logits or probabilities [..., C], shared by calibrators and their modules."""
 
 import math
 
@@ -23,17 +23,17 @@ def plain_map(input: Tensor, gamma: float, temperature: float, input_kind: str) 
 
 
 def widened(input: Tensor) -> Tensor:
-    """In the dtype of the computation: float32 for half precision."""
+    """The input in the dtype of the computation: float32 for half precision."""
     return input.float() if input.dtype in HALVES else input
 
 
 def as_pairs(input: Tensor, input_kind: str) -> Tensor:
-    """[...] of class 1 to [..., 2] of both classes."""
+    """Inputs [...] of class 1 as [..., 2] of both classes."""
     return torch.stack([1 - input if input_kind == "probs" else torch.zeros_like(input), input], dim=-1)
 
 
 def can_occur(input: Tensor, input_kind: str) -> Tensor:
-    """[..., C] bool: not the classes with a logit of -inf or a probability of 0."""
+    """[..., C] bool: False for classes with a logit of -inf or a probability of 0."""
     return input > (0 if input_kind == "probs" else -math.inf)
 
 

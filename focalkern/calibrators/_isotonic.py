@@ -17,7 +17,7 @@ from focalkern.calibrators._warnings import few_by_weight, worse_than_uncalibrat
 
 __all__ = ["IsotonicCalibration"]
 
-# Bound for a file: the module has a table of classes x the longest regression, which a few long ones would make large.
+# Bound for a file: the module has a table [C, longest regression], which one long regression would make large.
 _MOST_STEPS = 1 << 26
 
 Steps = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]]
@@ -36,23 +36,23 @@ class IsotonicCalibration(Calibrator):
     1 / (N + 1) gives every possible class a probability above 0, so the NLL is finite. A class with logit -inf or
     probability 0 keeps probability 0.
 
-    The method has no parameters to choose, and as many steps as the rows support. With few rows of a class it fits
-    their noise. It may change the order of the classes.
+    The method has no parameters to choose; the number of steps grows with the rows. With few rows of a class it
+    overfits. It may change the order of the classes.
 
     Args:
-        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
-            the true class has a probability above 0.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
-            like probabilities.
+        floor: in [0, 1): first, the probabilities p of a row become (1 - floor) p + floor / C, so that the true class
+            has a probability above 0.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
+            look like probabilities.
 
-    After ``fit`` there are ``steps_``, for each class the arrays (p, f_k(p)); ``epsilon_``; ``best_value_``,
-    the NLL of the rows of ``fit``; and ``n_changed_``: rows of ``fit`` whose predicted class changed.
+    ``fit`` sets ``steps_``, for each class the arrays (p, f_k(p)); ``epsilon_``; ``best_value_``, the NLL of the rows
+    of ``fit``; and ``n_changed_``, the number of rows of ``fit`` whose predicted class changed.
 
     Source: Zadrozny & Elkan, KDD 2002.
 
     Example:
-        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # sure with 0.98 and with 0.88,
-        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # right in 9 and in 8 of 10 rows
+        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # confidence 0.98 and 0.88,
+        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # correct in 9 and in 8 of 10 rows
         >>> calibrator = fk.IsotonicCalibration().fit(logits, labels)
         >>> calibrator.predict_proba(logits[:2]).round(decimals=3)
         tensor([[0.8810, 0.1190],
@@ -150,7 +150,7 @@ class IsotonicCalibration(Calibrator):
         if len(steps) * longest > _MOST_STEPS:
             raise ValueError(f"expected at most {_MOST_STEPS:,} steps, found {longest:,} for {len(steps):,} classes")
         for x, y in steps:
-            # Written so that NaN fails too.
+            # The comparisons are false for NaN, so NaN raises too.
             rising = bool((np.diff(x) > 0).all() and (np.diff(y) >= 0).all())
             inside = bool(((x >= 0) & (x <= 1 + 1e-6)).all() and ((y >= 0) & (y <= 1)).all())
             if x.shape != y.shape or x.ndim != 1 or not len(x) or not rising or not inside:

@@ -20,9 +20,9 @@ class IsotonicLogProbs(ExactBuffers):
     The points of the regressions are float64 buffers; ``module.half()`` does not round them.
 
     Args:
-        steps: [C] pairs of arrays: points, ascending, and the values there.
+        steps: [C] pairs of arrays: ascending points, and the values at the points.
         epsilon: epsilon of :class:`IsotonicCalibration`, between 0 and 1.
-        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of ``forward``.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
 
     Source: Zadrozny & Elkan, KDD 2002.
@@ -43,7 +43,7 @@ class IsotonicLogProbs(ExactBuffers):
         self.epsilon = float(epsilon)
         self.input_kind = input_kind
         self.one_logit = one_logit
-        # As long as the longest regression, at least two; the last value is repeated behind the last point.
+        # All regressions have the length of the longest, at least two; the last value is repeated after the last point.
         longest = max(2, *(len(x) for x, _ in steps))
         points = torch.full((len(steps), longest), math.inf, dtype=torch.float64)
         values = torch.zeros_like(points)
@@ -68,7 +68,7 @@ class IsotonicLogProbs(ExactBuffers):
         columns = probs.movedim(-1, 0).reshape(probs.shape[-1], -1).contiguous()
         last = torch.where(self.points.isfinite(), self.points, -math.inf).amax(-1, keepdim=True)
         inside = columns.clamp(min=self.points[:, :1], max=last)
-        if torch.onnx.is_in_onnx_export():  # ONNX has no such search: count the points below
+        if torch.onnx.is_in_onnx_export():  # ONNX has no searchsorted: count the points below
             after = (self.points.unsqueeze(1) < inside.unsqueeze(-1)).sum(-1)
         else:
             after = torch.searchsorted(self.points, inside)
@@ -79,6 +79,6 @@ class IsotonicLogProbs(ExactBuffers):
         regressed = regressed.reshape(probs.shape[-1], *probs.shape[:-1]).movedim(0, -1)
         mixed = (1 - self.epsilon) * regressed + self.epsilon / probs.shape[-1]
         mixed = torch.where(possible, mixed, 0.0)
-        # NaN rows stay NaN: the search has put them into the last step.
+        # The search put NaN rows into the last step; they become NaN again.
         log_probs = torch.where(probs.isnan(), math.nan, (mixed / mixed.sum(-1, keepdim=True)).log())
         return (log_probs[..., 1] - log_probs[..., 0] if self.one_logit else log_probs).to(input.dtype)

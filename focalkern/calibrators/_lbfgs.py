@@ -1,4 +1,4 @@
-"""L-BFGS for a scaled problem, whose memory of curvature a nearby problem can start with."""
+"""L-BFGS for a preconditioned problem. A search can start with the curvature pairs of a similar problem."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,25 +12,25 @@ HISTORY = 10
 
 _DECREASE, _CURVATURE = 1e-4, 0.9  # of the strong Wolfe conditions
 _TRIALS = 25  # of one line search
-_ROUNDING = 1e-14  # of a value
+_ROUNDING = 1e-14  # relative rounding error of a value
 
 Pair = tuple[Tensor, Tensor]
 """A step and the change of the gradient along it."""
 
 _Trial = tuple[float, float, float]
-"""The size of a step, the value there and the slope along the step."""
+"""The size of a step, the value at its end and the slope along it."""
 
 
 @dataclass(frozen=True)
 class Minimum:
-    """The end of a search.
+    """The result of a search.
 
     Attributes:
         point: the last point.
-        value: there.
+        value: the value at the last point.
         evaluations: number of evaluations of value and gradient.
-        converged: whether it ended before its last step.
-        pairs: the last :data:`HISTORY` pairs, for a search nearby.
+        converged: whether the search ended before its last permitted step.
+        pairs: the last :data:`HISTORY` pairs, for a search on a similar function.
     """
 
     point: Tensor
@@ -53,9 +53,9 @@ def minimise(
     Args:
         objective: from a point to its value and gradient.
         start: [n].
-        done: the search ends where no entry of the gradient is larger, or where a step changes the value or all entries
-            of the point by less than ``1e-5 * done``.
-        steps: at most so many.
+        done: the search ends if no entry of the gradient exceeds ``done``, or if a step changes the value or all
+            entries of the point by less than ``1e-5 * done``.
+        steps: largest number of steps.
         pairs: pairs from a search on nearly the same function.
 
     Source: Nocedal & Wright, Numerical Optimization, 2nd edition, 2006, algorithms 7.4, 7.5, 3.5 and 3.6.
@@ -68,7 +68,7 @@ def minimise(
             break
         direction = memory.direction(gradient)
         slope = float(gradient @ direction)
-        if not slope < 0:  # rounding alone is left
+        if not slope < 0:  # the gradient is only rounding errors
             break
         size, there, of_there, trials = _line_search(objective, point, direction, value, slope)
         evaluations += trials
@@ -87,23 +87,23 @@ def minimise(
 
 
 class _Memory:
-    """The last pairs and their products, from which a direction takes two products with a matrix.
+    """The last pairs and their inner products. With these, a direction costs two matrix-vector products.
 
     Args:
-        start: a tensor like the points.
-        pairs: the oldest first.
+        start: a tensor with the shape, dtype and device of the points.
+        pairs: initial pairs, the oldest first.
     """
 
     def __init__(self, start: Tensor, pairs: Sequence[Pair]) -> None:
-        self._order: list[int] = []  # places of the pairs in the rows, the oldest first
+        self._order: list[int] = []  # indices of the pairs in _rows, the oldest first
         self._rows = start.new_zeros(2 * HISTORY, len(start))  # steps, then changes
-        self._of_step = [[0.0] * HISTORY for _ in range(HISTORY)]  # by change: its products with the steps
-        self._of_change = [[0.0] * HISTORY for _ in range(HISTORY)]  # and with the changes
+        self._of_step = [[0.0] * HISTORY for _ in range(HISTORY)]  # [i][j]: inner product of change i and step j
+        self._of_change = [[0.0] * HISTORY for _ in range(HISTORY)]  # [i][j]: inner product of changes i and j
         for step, change in pairs[-HISTORY:]:
             self.add(step, change)
 
     def add(self, step: Tensor, change: Tensor) -> None:
-        """Replaces the oldest pair if all places are taken."""
+        """Adds a pair; replaces the oldest one if the memory is full."""
         place = self._order.pop(0) if len(self._order) == HISTORY else len(self._order)
         self._order.append(place)
         self._rows[place], self._rows[HISTORY + place] = step, change
@@ -114,9 +114,9 @@ class _Memory:
             self._of_change[other][place] = of_change[HISTORY + other]
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Minus the gradient times the inverse Hessian of the pairs.
+        """Minus the product of the pairs' inverse Hessian and the gradient.
 
-        The two loops run over the factors of the pairs in the direction, not over vectors.
+        The two loops compute only the coefficients of the pairs, not vectors.
         """
         if not self._order:
             return -gradient
@@ -173,7 +173,7 @@ def _line_search(
 
 
 def _between(low: _Trial, high: _Trial) -> float:
-    """The minimum of the cubic through two values and slopes, a tenth of the way from either end at least."""
+    """The minimum of the cubic through two values and slopes, at least a tenth of the interval from either end."""
     (a, of_a, slope_a), (b, of_b, slope_b) = low, high
     first = slope_a + slope_b - 3 * (of_a - of_b) / (a - b)
     square = first * first - slope_a * slope_b

@@ -1,4 +1,4 @@
-"""Modules to append to a network: the focal calibration map, and the layers around every map."""
+"""Modules to append to a network: the focal calibration map, and layers around any map (floor, class dimension)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ __all__ = ["CalibratedLogProbs", "CalibratedLogits", "ClassAxis", "ExactBuffers"
 
 
 class _Constants(torch.nn.Module):
-    """gamma and temperature, as Python numbers, and which implementation of the map is used."""
+    """Base of the maps with gamma and temperature as Python numbers; ``fused`` selects the implementation."""
 
     def __init__(
         self, gamma: float, temperature: float, input_kind: InputKind = "logits", *, fused: bool = True
@@ -35,7 +35,7 @@ class _Constants(torch.nn.Module):
             raise ValueError(f"{name}: temperature must be finite and positive, got {self.temperature}")
 
     def _plain(self) -> bool:
-        """Whether to write the map in torch's own operators, the only ones that ONNX has."""
+        """Whether to compute the map in torch's own operators, because ONNX has no others."""
         return not self.fused or torch.onnx.is_in_onnx_export()
 
     def get_extra_state(self) -> Tensor:
@@ -54,17 +54,15 @@ class CalibratedLogProbs(_Constants):
 
     .. math:: q = \text{softmax}(z / T), \quad \hat p_j \propto \frac{q_j}{(1 - q_j)^\gamma (1 + \gamma \varphi(q_j))}
 
-    with phi(q) = -q log q / (1 - q). Both constants are Python numbers, not buffers, so that ``module.half()`` does
-    not round them; ``torch.export`` and ``torch.compile`` take them as constants. ``state_dict`` has them as one
-    float64 tensor [gamma, temperature].
-
-    ``torch.onnx.export(..., dynamo=True)`` gets the same map in operators that ONNX has, as does everything with
-    ``fused=False``.
+    with phi(q) = -q log q / (1 - q). gamma and T are Python numbers, not buffers, so that ``module.half()`` does not
+    round them. ``torch.export`` and ``torch.compile`` treat them as constants. ``state_dict`` stores them as one
+    float64 tensor [gamma, temperature]. ``torch.onnx.export(..., dynamo=True)`` exports the same map in ONNX operators;
+    ``fused=False`` computes it in torch's own operators everywhere.
 
     Args:
-        gamma: > -1, put straight into the formula; 0 is temperature scaling.
+        gamma: > -1; 0 is temperature scaling. A negative gamma uses the same formula.
         temperature: > 0.
-        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of ``forward``.
         fused: the compiled operator; False computes the map in torch's own operators, for exporters that support only
             these. It does not check values: a row with NaN or +inf gives NaN.
 
@@ -92,7 +90,7 @@ class CalibratedLogits(CalibratedLogProbs):
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [...], floating point -> calibrated logits [...]."""
         if self.input_kind == "probs":
-            # Both probabilities, so that one near 1 is as accurate as one near 0.
+            # The map gets both probabilities, so that one near 1 is as precise as one near 0.
             log_probs = super().forward(as_pairs(input, "probs"))
             return log_probs[..., 1] - log_probs[..., 0]
         if self._plain():
@@ -101,7 +99,7 @@ class CalibratedLogits(CalibratedLogProbs):
 
 
 class ClassAxis(torch.nn.Module):
-    """[N, C, d1, ...] to log-probabilities of the same shape, by a module of [..., C]; [N, C] as they are."""
+    """Applies a module for [..., C] to [N, C, d1, ...] with the classes in dimension 1; [N, C] is passed unchanged."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -113,12 +111,12 @@ class ClassAxis(torch.nn.Module):
 
 
 class FlooredInput(torch.nn.Module):
-    r"""A module of a calibrator after a floor: probabilities p become (1 - floor) p + floor / C before it.
+    r"""A floor, then the module of a calibrator: probabilities p become (1 - floor) p + floor / C before the module.
 
     Args:
-        module: from logits or probabilities [..., C] to log-probabilities; or of one logit per sample.
+        module: maps logits or probabilities [..., C] to log-probabilities, or one logit per sample to one logit.
         floor: between 0 and 1.
-        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of ``forward``.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample, and C is 2.
     """
 
@@ -151,7 +149,7 @@ class FlooredInput(torch.nn.Module):
 
 
 class ExactBuffers(torch.nn.Module):
-    """float64 buffers that move with the module and are never rounded with it."""
+    """Base of modules with float64 buffers, which move with the module but keep their dtype."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         exact = dict(self.named_buffers(recurse=False))
@@ -168,7 +166,7 @@ class MultiLabelLogits(ExactBuffers):
 
     Args:
         gammas, temperatures: [L].
-        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of ``forward``.
         fused: the compiled operator; False computes in torch's own operators, for exporters that support only these.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 4, for each label.
@@ -192,7 +190,7 @@ class MultiLabelLogits(ExactBuffers):
         self.register_buffer("temperatures", torch.tensor(temperatures, dtype=torch.float64))
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` [..., L], floating point -> calibrated logits [..., L]; their sigmoid are the probabilities."""
+        """``input`` [..., L], floating point -> calibrated logits [..., L], whose sigmoids are the probabilities."""
         plain = not self.fused or torch.onnx.is_in_onnx_export()
         if self.input_kind == "probs":
             of_pairs = reference.focal_calibration_map if plain else focal_calibration_map

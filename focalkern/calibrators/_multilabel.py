@@ -1,4 +1,4 @@
-"""Calibration of every label of a multi-label head on its own."""
+"""Calibration of each label of a multi-label head."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, overload
@@ -25,27 +25,27 @@ from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["MultiLabelScaling"]
 
-_MOST_NAMED = 3  # sentences in the warning; there may be one for every label
+_MOST_NAMED = 3  # largest number of sentences in the warning, because each label may have one
 
 
 class MultiLabelScaling(Calibrator):
-    r"""One scaling per label, for heads of independent labels: logits [N, L], each with its own sigmoid.
+    r"""One scaling per label, for heads of independent labels with logits [N, L] and a sigmoid per logit.
 
     .. math:: \hat p_l = \sigma(g_l(z_l))
 
     with g of :func:`focalkern.binary_focal_calibration_map` at the gamma and temperature of label l. A label without
-    positives, or without negatives, in the rows of ``fit`` stays uncalibrated (gamma = 0, T = 1), and ``remarks_`` says
-    so. The ``floor`` of the scaling holds for all labels.
+    positives or without negatives in the rows of ``fit`` stays uncalibrated (gamma = 0, T = 1), and ``remarks_`` names
+    it. The ``floor`` of the scaling applies to all labels.
 
     Args:
-        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`; each label gets a copy;
-            ``TemperatureScaling()`` when None.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
-            like probabilities. ``scaling`` must have the same one.
+        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`; each label gets a copy. None is
+            ``TemperatureScaling()``.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
+            look like probabilities. ``scaling`` must have the same value.
 
-    After ``fit`` there are ``gammas_`` [L], ``temperatures_`` [L], ``n_positive_`` [L], ``remarks_`` (in words: labels
-    without positives or negatives, optima at a border) and ``scalings_``, the fitted copies (None for a label that
-    stays as it is).
+    ``fit`` sets ``gammas_`` [L], ``temperatures_`` [L], ``n_positive_`` [L], ``remarks_`` (sentences: labels without
+    positives or negatives, optima at a bound of the search) and ``scalings_``, the fitted copies (None for an
+    uncalibrated label).
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2, and Komisarenko & Kull 2024 (arXiv 2408.11598), section 5,
     for each label as a problem of two classes.
@@ -80,16 +80,16 @@ class MultiLabelScaling(Calibrator):
         Args:
             logits: [N, L] floating point, tensor or array; probabilities with ``input_kind="probs"``.
             target: [N, L] of 0 and 1: integer, floating point or bool.
-            sample_weight: [N], how often a row counts; None is once.
+            sample_weight: [N]: a row with weight w counts w times; None is 1.
             ignore_index: the value of ignored labels in ``target``; None ignores no label.
 
         Returns:
-            The calibrator itself. If it raises, an earlier fit stays unchanged.
+            The calibrator itself. After an error, an earlier fit stays unchanged.
 
         Raises:
             TypeError: logits that are not floating point.
-            ValueError: shapes that do not fit; no rows; a target other than 0 and 1; NaN or infinite logits; what the
-                scaling raises, with the label in front.
+            ValueError: shapes that do not fit; no rows; a target other than 0 and 1; NaN or infinite logits; an error
+                of the scaling, which then names the label.
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
@@ -108,7 +108,7 @@ class MultiLabelScaling(Calibrator):
     def fit_quietly(
         self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
     ) -> Self:
-        """:meth:`fit` without the warning: for callers that read ``warnings_`` themselves.
+        """:meth:`fit` without the warning, for callers that read ``warnings_``.
 
         Args:
             logits, target, sample_weight, ignore_index: as :meth:`fit`.
@@ -135,7 +135,7 @@ class MultiLabelScaling(Calibrator):
             raise ValueError(f"{name}: logits must be [N, L] with at least one row, got shape {list(input.shape)}")
         if labels.shape != input.shape:
             raise ValueError(f"{name}: target must be [N, L] = {list(input.shape)}, got {list(labels.shape)}")
-        # Written so that NaN fails too.
+        # The comparisons are false for NaN, so NaN raises too.
         good = (labels == 0) | (labels == 1)
         known = torch.ones_like(good) if ignore_index is None else labels != ignore_index
         good |= ~known
@@ -232,7 +232,8 @@ class MultiLabelScaling(Calibrator):
     @overload
     def changed(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def changed(self, logits: Any) -> Any:
-        """The labels that are predicted otherwise than before calibration: none, as the maps keep the side of 1/2.
+        """Marks labels whose prediction differs from that before calibration: none, because the maps keep the side of
+        1/2.
 
         Args:
             logits: [..., L], as :meth:`predict_proba`.
@@ -257,7 +258,7 @@ class MultiLabelScaling(Calibrator):
     @overload
     def predict(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict(self, logits: Any) -> Any:
-        """The labels with a probability above 1/2, before and after calibration.
+        """The predicted labels: those with a probability above 1/2, which are the same before and after calibration.
 
         Args:
             logits: [..., L], as :meth:`predict_proba`.
@@ -277,7 +278,7 @@ class MultiLabelScaling(Calibrator):
         return super().predict(logits)
 
     def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
-        """The fraction of rows with all labels right, scikit-learn's score for multi-label classifiers.
+        """The fraction of rows with all labels correct, scikit-learn's score for multi-label classifiers.
 
         Args:
             logits: [N, L], as :meth:`predict_proba`.
@@ -302,7 +303,7 @@ class MultiLabelScaling(Calibrator):
         return weighted_mean(name, (found.cpu() == wanted).all(-1).numpy(), sample_weight)
 
     def as_module(self, *, fused: bool = True) -> MultiLabelLogits | FlooredInput:
-        """The fitted maps as a module from logits [..., L] to calibrated logits, for a sigmoid or a loss with logits.
+        """The fitted maps as a module. It maps logits [..., L] to calibrated logits, for a sigmoid or a loss of logits.
 
         Args:
             fused: the compiled operator; False computes in torch's own operators, for exporters that support only
@@ -329,7 +330,7 @@ class MultiLabelScaling(Calibrator):
             raise TypeError(f"{type(self).__name__}: logits must be floating point, got {input.dtype}")
 
     def _check_values(self, input: Tensor, known: Tensor | None = None) -> None:
-        """Raise for the first label that has no probability: the rule of :func:`check_values` for labels."""
+        """Raise for the first invalid probability or logit: the rule of :func:`check_values` for labels."""
         if self.input_kind == "probs":
             good, expected = (input >= 0) & (input <= 1), "probabilities in [0, 1]"
         else:
@@ -343,7 +344,7 @@ class MultiLabelScaling(Calibrator):
             )
 
     def _keeps_predictions(self) -> bool:
-        return True  # the maps keep the side of 1/2
+        return True  # every map keeps the side of 1/2
 
     def _of(self, scalings: list[Scaling | None], positive: list[int], remarks: list[str]) -> dict[str, Any]:
         return {

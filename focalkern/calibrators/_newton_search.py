@@ -1,8 +1,7 @@
-"""Searches for (gamma, T) by derivatives of the NLL, which for fixed gamma = 0 is convex in 1/T, and of the Brier
-score, which is smooth.
+"""Searches for (gamma, T) by derivatives of the NLL (for gamma = 0 convex in 1/T) and of the Brier score (smooth).
 
-A search is a generator: it yields points and receives the criterion and its derivatives there, so that the searches of
-many networks share the passes over their logits."""
+A search is a generator: it yields points and receives the criterion and its derivatives at them, so that the searches
+of many networks share the passes over their logits."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ __all__ = [
 ]
 
 _LOG_T = (math.log(TEMPERATURE_BOUNDS[0]), math.log(TEMPERATURE_BOUNDS[1]))
-# A step that is so small, relative to 1/T, leaves an error of its square.
+# Relative size of a last step in 1/T: the error after a Newton step is its square.
 _CONVERGED = 1e-7
 # Factor by which the bracket of 1/T grows per step towards an unknown end.
 _GROWTH = 16.0
@@ -45,7 +44,7 @@ class _Rows:
     criterion: Smooth
 
     def low_end(self, gamma: float, why: str) -> tuple[float, tuple[str, ...]]:
-        """The temperature where a criterion stops that falls all the way to T = 0, and the words for it."""
+        """The result (temperature, sentences) if the criterion falls all the way to T = 0."""
         temperature = succession_bound(self.input, gamma, self.input_kind, self.weight)
         return temperature, (describe_bound(temperature, len(self.input), self.weight, why),)
 
@@ -78,21 +77,21 @@ def nll_temperatures(
 
     .. math:: f'(\beta) = \overline{E_q[z] - z_y}, \qquad f''(\beta) = \overline{\mathrm{Var}_q[z]}
 
-    The root of f' is found by Newton steps inside a bracket that every step narrows; a step that leaves it, or that
-    halves neither it nor the derivative, is replaced by the bracket's geometric mean. The signs of f' at 0 and at
-    infinity decide whether a root exists.
+    Newton steps inside a bracket find the root of f'; every step narrows the bracket. A step that leaves the bracket or
+    does not halve the derivative is replaced by the geometric mean of the bracket, or by a step towards an end whose
+    sign is not yet known. The signs of f' at 0 and at infinity decide whether a root exists.
 
     Args:
-        input: [B, N, C] of ``input_kind``, checked; no target impossible.
+        input: [B, N, C] of ``input_kind``, checked; every target is a possible class.
         target: [B, N] int64.
-        weight: [B, N] float64, what a row counts; None is 1.
+        weight: [B, N] float64, weight of each row; None is 1.
     """
     rows = _rows_of(input, target, input_kind, "nll", weight)
     return _run(NllOfNetworks(input, target, input_kind, weight), [_nll_temperature(one) for one in rows])
 
 
 def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
-    _, at_zero, spread, at_infinity, *_ = yield 0.0  # of the uniform distribution
+    _, at_zero, spread, at_infinity, *_ = yield 0.0  # beta = 0, the uniform distribution
     low, high = 1 / TEMPERATURE_BOUNDS[1], 1 / TEMPERATURE_BOUNDS[0]
     n_cells = 1
 
@@ -122,7 +121,7 @@ def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
 
     beyond = "the optimum lies beyond it"
     beta, previous, ends = 1.0, math.inf, (low, high)
-    is_known = [False, False]  # whether f' has been seen to be below 0 at `low`, and above 0 at `high`
+    is_known = [False, False]  # whether f' was evaluated, below 0 at `low` and above 0 at `high`
     for _ in range(200):
         value, first, second, *_ = yield beta
         n_cells += 1
@@ -147,7 +146,7 @@ def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
             following = min(high, beta * _GROWTH)
         else:
             following = math.sqrt(low * high)
-            if not low < following < high:  # nothing is left between
+            if not low < following < high:  # low and high are neighbouring floats
                 break
         beta = following
     return SearchResult(0.0, 1 / beta, float(value), n_cells)
@@ -161,8 +160,8 @@ def brier_temperature(
 ) -> SearchResult:
     """The temperature with the smallest mean Brier score of softmax(z / T).
 
-    It is smooth in T but not convex: a coarse grid between the bounds finds the valleys, Newton steps in log T their
-    bottoms.
+    The score is smooth in T but not convex. A coarse grid between the bounds finds the local minima, and Newton steps
+    in log T refine them.
 
     Args: as :func:`nll_temperature`.
     """
@@ -188,7 +187,7 @@ def _brier_temperature(rows: _Rows) -> Steps[SearchResult]:
 
 
 def _at_low_end(rows: _Rows, gamma: float) -> Steps[SearchResult]:
-    """Where the criterion falls all the way to T = 0."""
+    """The result if the criterion falls all the way to T = 0."""
     temperature, words = rows.low_end(gamma, f"the {LOSS_NAMES[rows.criterion]} falls all the way to it")
     value = (yield np.array([math.log1p(gamma), math.log(temperature)]))[0]
     return SearchResult(gamma, temperature, float(value), 0, words)
@@ -196,8 +195,8 @@ def _at_low_end(rows: _Rows, gamma: float) -> Steps[SearchResult]:
 
 # ---- gamma and temperature -----------------------------------------------------------------------------------------
 
-# Where the Newton steps of minimize_focal may start: NLL over gamma, each with its best T, has valleys on both sides of
-# a ridge, so that one start would not do.
+# Starts of the Newton steps of minimize_focal. As a function of gamma, each with its best T, the NLL may have a local
+# minimum on either side of a maximum, so that one start is not enough.
 _START_GAMMAS = (-0.95, -0.8, -0.6, -0.4, -0.2, 0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _START_FACTORS: tuple[float, ...] = tuple(0.2 * 1.17**index for index in range(32))  # of T at gamma = 0: 0.2 to 26
 
@@ -212,12 +211,12 @@ def minimize_focal(
 ) -> SearchResult:
     r"""gamma and T with the smallest mean NLL, or Brier score, of the focal calibration map.
 
-    Both are smooth in gamma and T but not convex. A coarse grid around the optimum of plain temperature scaling finds
-    the valleys; in each, Newton steps in (log(1 + gamma), log T) follow the map's own derivatives to the bottom, a step
-    is shortened until it lowers the criterion, and the smallest bottom wins. gamma = 0 wins where nothing is better.
+    Both are smooth in gamma and T but not convex. A coarse grid around the optimum of temperature scaling finds the
+    local minima. From each, Newton steps in (log(1 + gamma), log T) by the derivatives of the map follow, shortened
+    until they lower the criterion. The lowest minimum is the result, or gamma = 0 if none is lower.
 
-    Args: as :func:`nll_temperature`; the criterion; and a (gamma, T) to start from in place of the grid's, such as the
-        optimum of nearly the same rows.
+    Args: as :func:`nll_temperature`; the criterion; and a start (gamma, T) in place of the grid, such as the optimum of
+        nearly the same rows.
     """
     return _run_alone(input, target, input_kind, weight, criterion, lambda rows: _focal_scaling(rows, near))
 
@@ -233,7 +232,7 @@ def nll_focal_scalings(
 def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[SearchResult]:
     plain = yield from (_nll_temperature if rows.criterion == "nll" else _brier_temperature)(rows)
     if plain.at_border:
-        # No optimum in T: then none for any gamma.
+        # If T has no optimum at gamma = 0, it has none at any gamma.
         return plain
     bounds = (math.log1p(GAMMA_BOUNDS[0]), math.log1p(GAMMA_BOUNDS[1])), _LOG_T
     low, high = np.array(bounds).T
@@ -256,12 +255,12 @@ def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[Searc
         start = np.clip([math.log1p(gamma), math.log(temperature)], low, high)
         point, value = yield from newton_steps(start, low, high, bottoms)
         bottoms.append((point, value))
-        # A difference above rounding: where the data do not determine gamma (two equal classes, say), it stays 0.
+        # Only a difference above rounding counts, so gamma stays 0 if the data do not determine it.
         if value < best_value - 1e-12 * abs(best_value):
             best_point, best_value = point, value
     if float(best_point[1]) == _LOG_T[0]:
         found = yield from _at_low_end(rows, math.expm1(best_point[0]))
-        # A bound of the search may be worse than the optimum of plain temperature scaling, which is not a bound.
+        # The result at the bound may be worse than temperature scaling, whose optimum is inside the bounds.
         return replace(found if found.value < plain.value else plain, n_cells=n_cells)
     words = [
         text
@@ -273,7 +272,7 @@ def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[Searc
 
 
 def _temperature(log: float) -> float:
-    """exp, and exactly the bound at a bound."""
+    """exp(log), or exactly the bound for the logarithm of a bound."""
     return TEMPERATURE_BOUNDS[_LOG_T.index(log)] if log in _LOG_T else math.exp(log)
 
 
@@ -312,7 +311,7 @@ def _run_alone(
 
 
 def _run(nll: NllOfNetworks, searches: Sequence[Steps[SearchResult]]) -> list[SearchResult]:
-    """The results of searches by NLL, one for each network, whose steps share passes over the logits."""
+    """Runs one search by NLL per network; the searches share passes over the logits. Returns their results."""
     results: list[SearchResult | None] = [None] * len(nll)
     points: dict[int, Any] = {}
     asked = np.zeros(len(nll), dtype=np.int64)
@@ -348,7 +347,7 @@ def _run(nll: NllOfNetworks, searches: Sequence[Steps[SearchResult]]) -> list[Se
 
 
 def _in_logs(sums: np.ndarray, gamma: float, beta: float) -> tuple[float, np.ndarray, np.ndarray]:
-    """Value, slope and curvature in (log(1 + gamma), log T)."""
+    """Value, gradient and Hessian in (log(1 + gamma), log T)."""
     value, by_beta, beta_beta, _, by_gamma, gamma_beta, gamma_gamma = sums.tolist()
     shifted = 1 + gamma
     mixed = -shifted * beta * gamma_beta

@@ -1,4 +1,4 @@
-"""Newton steps as a generator: it yields points and receives the function and its derivatives there."""
+"""Newton steps as a generator: it yields points and receives the function and its derivatives at them."""
 
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
@@ -7,14 +7,14 @@ import numpy as np
 
 __all__ = ["Steps", "newton_steps", "valleys"]
 
-# A step that is so small, in logarithms of the variables, leaves an error of its square where the curvature is exact.
+# Size of a last step, in logarithms of the variables: with an exact Hessian the error after it is its square.
 _NEWTON_STEP = 1e-6
-# Starts closer than this to a minimum, in the same variables, lead to the same minimum.
+# Points closer than this to a known minimum, in the same variables, are taken to lead to it.
 _NEAR = 0.01
 
 _Found = TypeVar("_Found")
-# Yields a point [log T] or [log(1 + gamma), log T] and is sent (value, slope, curvature or None); or yields a number,
-# 1/T, and is sent the sums of the NLL there.
+# A search yields a point [log T] or [log(1 + gamma), log T] and receives (value, gradient, Hessian or None); or it
+# yields a number, 1/T, and receives the sums of the NLL at it.
 Steps = Generator[Any, Any, _Found]
 
 
@@ -28,19 +28,19 @@ def valleys(values: np.ndarray) -> list[int]:
 def newton_steps(
     point: np.ndarray, low: np.ndarray, high: np.ndarray, bottoms: Sequence[tuple[np.ndarray, float]] = ()
 ) -> Steps[tuple[np.ndarray, float]]:
-    """A minimum of a smooth function of a few variables between bounds; from its derivatives, never uphill.
+    """A local minimum of a smooth function of a few variables between bounds. No step raises the function.
 
-    Near one of ``bottoms``, which other starts have found, it is that one.
+    ``bottoms`` are the minima found from other starts. The search ends at one of them if it comes near.
     """
     value, slope, known = yield point
     for _ in range(60):
-        # A variable at a bound that it would cross takes no part.
+        # A variable at a bound stays fixed if its step would cross the bound.
         free = ~(((point <= low) & (slope > 0)) | ((point >= high) & (slope < 0)))
         if not free.any():
             break
         if known is not None:
             curvature = known[np.ix_(free, free)]
-        else:  # second derivatives as differences of the exact first ones
+        else:  # the Hessian as differences of the exact gradient
             width = 1e-5
             columns = []
             for i in np.flatnonzero(free):
@@ -49,7 +49,7 @@ def newton_steps(
                 columns.append(((yield moved)[1][free] - slope[free]) / (moved[i] - point[i]))
             curvature = np.stack(columns)
         sizes, directions = np.linalg.eigh((curvature + curvature.T) / 2)
-        # Downhill along every axis of the quadratic form, also where it bends down.
+        # Absolute eigenvalues make the step a descent direction, also if the Hessian is not positive definite.
         sizes = np.maximum(np.abs(sizes), 1e-8 * max(1e-300, float(np.abs(sizes).max())))
         step = np.zeros_like(point)
         step[free] = -directions @ ((directions.T @ slope[free]) / sizes)

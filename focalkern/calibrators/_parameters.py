@@ -1,4 +1,4 @@
-"""Constructor arguments of a calibrator, in scikit-learn's contract, and their checks."""
+"""Constructor arguments of a calibrator by scikit-learn's conventions, and their checks."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Self
@@ -12,11 +12,11 @@ __all__ = ["LOGITS", "Parameters", "as_numbers", "is_assumed", "kept_axis"]
 
 
 class _Assumed(str):
-    """Marks a default value that the user did not pass: equal to the word, but distinguishable from it."""
+    """A string that marks a default: equal to the same word from the user, but distinguishable by its type."""
 
 
 def is_assumed(input_kind: str) -> bool:
-    """Whether it is a default that the user did not set."""
+    """Whether the value is a default that the user did not set."""
     return isinstance(input_kind, _Assumed)
 
 
@@ -40,7 +40,7 @@ class Parameters:
         """The arguments of the constructor, by name.
 
         Args:
-            deep: the arguments of a nested calibrator are called ``name__argument``.
+            deep: also list the arguments of a nested calibrator, as ``name__argument``.
 
         Returns:
             {name: value}.
@@ -82,7 +82,7 @@ class Parameters:
                 raise ValueError(
                     f"{type(self).__name__}: parameters are {', '.join(self._parameter_names)}, got {name!r}"
                 )
-        # Nested ones last, so that they reach a calibrator that is replaced in the same call.
+        # Nested arguments last: the same call may replace the nested calibrator.
         for name, value in sorted(params.items(), key=lambda item: "__" in item[0]):
             first, _, rest = name.partition("__")
             if rest:
@@ -134,5 +134,5 @@ def as_numbers(calibrator: str, name: str, values: Iterable[float] | Tensor) -> 
 
 
 def kept_axis(axis: Any) -> Any:
-    """The axis unchanged; an iterator becomes a list, because its first use would exhaust it."""
+    """The axis unchanged, but an iterator as a list, because the first use would exhaust it."""
     return tuple(axis) if isinstance(axis, Iterator) else axis

@@ -26,28 +26,29 @@ def per_class_report(
     estimator: Estimator = "equal_width",
     names: Sequence[Any] | None = None,
 ) -> list[dict[str, Any]]:
-    r"""Calibration of the probability of each class, before and after.
+    r"""Calibration of the probability of each class, before and after a calibrator.
 
     Args:
-        probs: [N, C] probabilities, floating point; of the classes, or of independent labels.
+        probs: [N, C] probabilities of the classes or of independent labels, floating point.
         target: [N] class indices; or [N, C] of 0 and 1, for independent labels.
-        calibrated: [N, C] probabilities after calibration; None for one set only.
+        calibrated: [N, C] probabilities after calibration; None reports only ``probs``.
         n_bins: bins of each ECE.
         estimator: as :func:`focalkern.metrics.expected_calibration_error`.
-        names: [C] of the classes; their indices when None.
+        names: [C] names of the classes; None uses their indices.
 
     Returns:
-        One dict per class, as ``tabulate(rows, headers="keys")`` and ``pandas.DataFrame(rows)`` take them:
+        One dict per class, for ``tabulate(rows, headers="keys")`` or ``pandas.DataFrame(rows)``. All are fractions, NLL
+        in nats:
 
-        * ``class``, ``n`` (its rows) and ``frequency`` = n / N;
-        * ``mean_prob``: the mean probability of the class over all N rows; calibrated, it is the frequency;
-        * ``ece``: of that probability against [target = class], over all N rows; the mean over the classes is the
-          classwise calibration error;
+        * ``class``, ``n`` (number of its rows) and ``frequency`` = n / N;
+        * ``mean_prob``: the mean probability of the class over all N rows; calibrated, it equals the frequency;
+        * ``ece``: the ECE of that probability against [target = class], over all N rows; the mean over the classes is
+          the classwise calibration error;
         * ``nll``: mean of -log p over the n rows of the class; weighted by frequency it sums to the NLL of all rows.
           For independent labels: the binary cross-entropy over all N rows;
-        * ``recall``: the fraction of the n rows that are predicted to be of the class (p > 1/2 for independent
-          labels). NaN, as ``nll``, where n = 0;
-        * the last four once more as ``mean_prob_after``, ..., where ``calibrated`` is given.
+        * ``recall``: the fraction of the n rows that are predicted as the class (p > 1/2 for independent labels). If
+          n = 0, recall and NLL are NaN;
+        * with ``calibrated``, the last four of the calibrated probabilities as ``mean_prob_after``, ....
 
     Raises:
         TypeError: dtype of an argument.
@@ -101,7 +102,7 @@ def per_class_report(
             nll = torch.where(is_class, -wide.log(), 0.0).sum(0) / weight
         columns[f"mean_prob{suffix}"] = wide.mean(0).tolist()
         columns[f"ece{suffix}"] = error.tolist()
-        columns[f"nll{suffix}"] = (nll + 0.0).tolist()  # and not -0
+        columns[f"nll{suffix}"] = (nll + 0.0).tolist()  # avoids -0.0
         columns[f"recall{suffix}"] = ((chosen & is_class).sum(0) / weight).tolist()
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -112,7 +113,7 @@ def _as_probs(name: str, values: Any) -> Tensor:
         raise TypeError(f"per_class_report: {name} must be floating point, got {probs.dtype}")
     if probs.dim() != 2:
         raise ValueError(f"per_class_report: {name} must be [N, C], got shape {list(probs.shape)}")
-    # Written so that NaN fails too.
+    # The comparisons are false for NaN, so NaN raises too.
     if not bool(((probs >= 0) & (probs <= 1 + 1e-3)).all()):
         raise ValueError(f"per_class_report: {name} must be in [0, 1]; are these logits?")
     return probs

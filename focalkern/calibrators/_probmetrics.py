@@ -1,4 +1,4 @@
-"""Structured scaling fitted by probmetrics, the library of its authors."""
+"""Structured scaling fitted by probmetrics, the library of the method's authors."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ _CLASSES = {"vector": "SVSCalibrator", "matrix": "SMSCalibrator"}
 def fit_structured(
     kind: Literal["vector", "matrix"], probs: Tensor, target: Tensor, penalty: float
 ) -> tuple[str, float, Tensor, Tensor]:
-    """Name and version of the library, and the temperature, the weight and the bias that it has found, in float32.
+    """Name and version of the library, and its fitted temperature, weight and bias, in float32.
 
     Args:
         kind: ``"vector"`` or ``"matrix"``.
@@ -27,11 +27,11 @@ def fit_structured(
         penalty: lambda.
 
     Raises:
-        ImportError: it is not installed, or its version stores the parameters in other attributes.
+        ImportError: probmetrics is not installed, or its version stores the parameters in other attributes.
     """
     calibrators = _library()
     name = f"probmetrics {version('probmetrics')}"
-    # Its defaults, by name: a later version may have others, for which saved parameters are not meant.
+    # The defaults of probmetrics 1.3, passed explicitly: a later version may have other defaults.
     options = {"penalty": "ridge", "rho": 1.0, "tau": 1.0, "opt": "bfgs"}
     names = ("lambda_intercept", "lambda_diagonal", *(("lambda_off_diagonal",) if kind == "matrix" else ()))
     try:
@@ -48,7 +48,7 @@ def _library() -> Any:
     if "probmetrics.calibrators" in sys.modules:
         return importlib.import_module("probmetrics.calibrators")
     with warnings.catch_warnings():
-        # It imports code that uses torch.jit.script, which torch has deprecated.
+        # probmetrics imports code that uses torch.jit.script, for which torch warns.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         return importlib.import_module("probmetrics.calibrators")

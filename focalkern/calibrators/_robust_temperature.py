@@ -1,4 +1,4 @@
-"""Temperature scaling that is finite on any rows."""
+"""Temperature scaling with a floor and a prior, which is finite on any rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,29 +26,30 @@ __all__ = ["RobustTemperatureScaling"]
 
 
 class RobustTemperatureScaling(FitsBatches):
-    r"""Temperature scaling with a floor: finite on any rows, and robust to few rows.
+    r"""Temperature scaling with a floor and a prior: finite on any rows, and robust with few rows.
 
     .. math:: \hat p = (1 - e)\, \text{softmax}(z / T) + e / C, \qquad e = \frac{0.1}{W + 1}
 
     T minimises the mean NLL plus :math:`(\log T)^2 / (2 W)`, with W the number of rows (the sum of their weights). The
-    floor bounds the loss of a row whose target has probability 0, as forests and neighbours have; the second term keeps
-    T from falling to 0 where every row is right. With thousands of rows and no zeros it is :class:`TemperatureScaling`.
-    The automatic choice has it as its candidate ``"temperature"``.
+    floor bounds the loss of a row whose target has probability 0, which forests and nearest neighbours give. The second
+    term keeps T above 0 if every row is correct. With thousands of rows and no zeros the result is close to
+    :class:`TemperatureScaling`. It is the candidate ``"temperature"`` of :class:`AutoCalibrator` and
+    :func:`focalkern.compare_calibrators`.
 
-    A logit of -inf gives exactly 0, unless a row of ``fit`` has its label there, as :class:`SplineScaling`.
+    As in :class:`SplineScaling`, a logit of -inf gives exactly 0, unless a row of ``fit`` has its label there.
 
     Args:
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
-            like probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
+            look like probabilities.
 
-    After ``fit`` there are ``temperature_`` (T), ``floor_`` (e), ``masks_`` (whether a logit of -inf means probability
-    0) and ``best_value_`` (the NLL of the rows of ``fit``).
+    ``fit`` sets ``temperature_`` (T), ``floor_`` (e), ``masks_`` (whether a logit of -inf means probability 0) and
+    ``best_value_`` (the NLL of the rows of ``fit``).
 
     Source: Guo et al. 2017 (arXiv 1706.04599); the floor of Berta et al., AISTATS 2026 (arXiv 2511.03685).
 
     Example:
         >>> labels = torch.arange(300) % 3
-        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # correct in 240 of 300 rows
         >>> calibrator = fk.RobustTemperatureScaling().fit(logits, labels)
         >>> calibrator.predict_proba(logits[:1]).round(decimals=2)
         tensor([[0.8000, 0.1000, 0.1000]])
@@ -64,7 +65,7 @@ class RobustTemperatureScaling(FitsBatches):
     masks_: bool
     best_value_: float
 
-    # Start of the search instead of a grid:
+    # Start of the search in place of a grid.
     _near: float | None = None
 
     def __init__(self, *, input_kind: InputKind = LOGITS) -> None:

@@ -1,4 +1,4 @@
-"""Rows for fits that need sums over them: in memory, or read in batches; of one process or of several."""
+"""Sources of rows for fits by sums over rows: in memory or read in batches, of one process or of several."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ __all__ = [
 ]
 
 BLOCK = 1 << 19
-"""Numbers of a block of rows in float64."""
+"""Number of float64 values in a block of rows."""
 
 Batch = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""Input [n, C], target [n], weight [n] or None, and the numbers of the rows [n] among those of all processes."""
+"""Input [n, C], target [n], weight [n] or None, and the indices [n] of the rows among the rows of all processes."""
 
 Wanted = Callable[[Tensor], Tensor]
-"""From row numbers to a mask."""
+"""Maps row indices to a mask."""
 
 
 class RowSource(Protocol):
@@ -36,45 +36,45 @@ class RowSource(Protocol):
 
     @property
     def n_classes(self) -> int:
-        """C."""
+        """C, the number of classes."""
 
     @property
     def n_rows(self) -> int:
-        """N."""
+        """N, the number of rows of all processes."""
 
     @property
     def weight_sum(self) -> float:
-        """W."""
+        """W, the sum of the weights of all processes."""
 
     @property
     def device(self) -> torch.device:
         """The device of the rows."""
 
     def parts(self) -> Iterator["MemoryRows"]:
-        """The rows of this process, in parts that are not empty."""
+        """The rows of this process in non-empty parts."""
 
     def add_up(self, sums: Tensor) -> Tensor:
-        """The sum over the processes, the same on each."""
+        """The sum of ``sums`` over the processes, the same on each."""
 
     def select(self, wanted: Wanted) -> "RowSource":
-        """The rows whose numbers are wanted."""
+        """The rows whose indices are wanted."""
 
     def every(self, stride: int) -> "RowSource":
-        """The rows whose numbers are multiples of the stride, in memory."""
+        """The rows whose indices are multiples of the stride, in memory."""
 
 
 _CPU = torch.device("cpu")
 
 
 def unchanged(sums: Tensor) -> Tensor:
-    """The sum over one process."""
+    """The sum over a single process: the argument itself."""
     return sums
 
 
 def sum_over_group(sums: Tensor) -> Tensor:
-    """The sum over the processes of the default group of torch.distributed, to the bit the same on each.
+    """The sum over the processes of the default group of torch.distributed, with the same bits on each.
 
-    Without a group, or with one process, the tensor itself.
+    Without a group, or with one process, it is the tensor itself.
     """
     import torch.distributed as dist
 
@@ -102,7 +102,7 @@ class MemoryRows:
         input: [n, C] logits or probabilities.
         target: [n] int64.
         weight: [n] float64.
-        number: [n] int64, the numbers of the rows among those of all processes.
+        number: [n] int64, the indices of the rows among the rows of all processes.
         n_rows, weight_sum: totals over all processes.
         add_up: the sum over the processes.
     """
@@ -128,13 +128,13 @@ class MemoryRows:
             yield self
 
     def blocks(self) -> Iterator["MemoryRows"]:
-        """About :data:`BLOCK` numbers at a time."""
+        """The rows in blocks of about :data:`BLOCK` values."""
         n = max(1, BLOCK // self.n_classes)
         for start in range(0, len(self.target), n):
             yield self.at(slice(start, start + n))
 
     def at(self, rows: Tensor | slice) -> "MemoryRows":
-        """A part of the rows of this process, with the counts of all."""
+        """A part of the rows of this process, with the totals of all processes."""
         columns = (self.input[rows], self.target[rows], self.weight[rows], self.number[rows])
         return MemoryRows(*columns, self.n_rows, self.weight_sum, self.add_up)
 
@@ -146,7 +146,7 @@ class MemoryRows:
 
 
 def _counted(rows: MemoryRows) -> MemoryRows:
-    """With the counts of its own rows."""
+    """The rows with totals computed from them."""
     mine = torch.tensor([float(len(rows.target)), float(rows.weight.sum())], dtype=torch.float64)
     n_rows, weight_sum = rows.add_up(mine).tolist()
     return replace(rows, n_rows=round(n_rows), weight_sum=weight_sum)
@@ -159,7 +159,7 @@ def memory_rows(
     number: Tensor | None = None,
     add_up: Callable[[Tensor], Tensor] = unchanged,
 ) -> MemoryRows:
-    """:class:`MemoryRows` with their counts."""
+    """:class:`MemoryRows` with totals computed from the rows."""
     if weight is None:
         weight = torch.ones(len(input), dtype=torch.float64, device=input.device)
     if number is None:
@@ -168,7 +168,7 @@ def memory_rows(
 
 
 def rows_of(data: FitData) -> MemoryRows:
-    """The rows of a fit."""
+    """:class:`MemoryRows` of the rows of a fit."""
     return memory_rows(data.input, data.target, data.weight)
 
 
@@ -179,7 +179,7 @@ class BatchedRows:
         read: a function that returns the batches of this process.
         n_classes: C.
         add_up: the sum over the processes, the same on each.
-        wanted: which rows count, by their number; None for all.
+        wanted: selects rows by their index; None selects all.
         device: device of the rows.
     """
 

@@ -37,7 +37,7 @@ __all__ = ["Scaling"]
 
 
 class Scaling(Calibrator):
-    """Shared by both scalings, which differ only in the gammas that they search."""
+    """Base of both scalings, which differ only in the gammas that they search."""
 
     _parameter_names: ClassVar[tuple[str, ...]] = (
         "search",
@@ -75,8 +75,7 @@ class Scaling(Calibrator):
         """Uses the optimum of a grid that was already computed, in place of ``fit``, which would compute it again.
 
         Args:
-            grid: holds the table of ``criterion``. The gammas and temperatures of the grid replace those of the
-                calibrator.
+            grid: a grid with the table of ``criterion``. Its gammas and temperatures replace those of the calibrator.
             n_samples, n_classes: shape of the logits that the grid was computed on.
 
         Returns:
@@ -98,7 +97,7 @@ class Scaling(Calibrator):
         n_samples, n_classes = integer(name, "n_samples", n_samples, 1), integer(name, "n_classes", n_classes, 2, 2**32)
         found = self._fitted(from_grid(name, grid, criterion), "grid", criterion)
         if self.floor:
-            raise ValueError(f"{name}: floor must be 0 where a grid is there already, got {self.floor}")
+            raise ValueError(f"{name}: floor must be 0 for a grid that is already computed, got {self.floor}")
         self._become(found, Layout(n_classes), n_samples=n_samples)
         return self
 
@@ -207,7 +206,7 @@ class Scaling(Calibrator):
                 break
             if cells is not None:
                 cells = extended(cells, *more, grid)
-            # The first and the last gamma are the ends of the line.
+            # Extended gammas are sorted to the ends, because the first and the last gamma are the ends of the line.
             gammas, temperatures = _with(gammas, more[0]), (*temperatures, *more[1])
         return self._fitted(found, search, criterion)
 
@@ -227,7 +226,7 @@ class Scaling(Calibrator):
                 remedy = "widen=True searches on"
             warnings.append(f"{', and '.join(self.at_border_)} ({remedy})")
         if self.search_ in PROPER:
-            by, remedy = [], ""  # never worse than none by their own criterion
+            by, remedy = [], ""  # by their own criterion never worse than no calibration
         elif self.criterion_ == "ece":
             by, remedy = ["nll", "brier"], "an ECE can fall while the probabilities get worse; criterion='nll' does not"
         else:
@@ -288,7 +287,7 @@ def _check_axis(name: str, axis: str, values: Sequence[float], least: float) -> 
 
 
 def _with(axis: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
-    """The axis with more values, on the side of the end that they go beyond."""
+    """The axis with more values, added at the end that they extend."""
     up = not more or more[-1] > axis[0]
     first_is_low = axis[0] <= axis[-1]
     return (*axis, *more) if up == first_is_low else (*reversed(more), *axis)

@@ -25,17 +25,18 @@ __all__ = [
 Search = Literal["grid", "line", "refine", "nll", "brier"]
 
 DEFAULT_GAMMAS: tuple[float, ...] = (0.0, *PAPER_GAMMAS)
-"""The gammas of :class:`FocalTemperatureScaling`: 0, plain temperature scaling, and the paper's nine values. 0 is
-first, because of two equal cells the earlier one is taken: the plainer calibrator wins a tie."""
+"""The gammas of :class:`FocalTemperatureScaling`: 0, which is temperature scaling, and the paper's nine values. 0 is
+first, because the first of equal cells is used: ties give the simpler calibrator."""
 
 TEMPERATURE_BOUNDS: tuple[float, float] = (1e-4, 1e4)
-"""Where the search by derivatives looks for T. An optimum at infinity, or beyond, becomes the upper bound; one at 0, or
-below, the T at which the mean confidence of the N rows is (N + 1) / (N + 2), or the lower bound, whichever is larger.
+"""Bounds of T in the search by derivatives. An optimum above the upper bound becomes the upper bound. If the criterion
+falls all the way to T = 0, the result is the T at which the mean confidence of the N rows is (N + 1) / (N + 2), or the
+lower bound if that is larger.
 """
 
 GAMMA_BOUNDS: tuple[float, float] = (-0.99, 100.0)
-"""Where the search by derivatives looks for gamma. The map is defined for gamma > -1; for gamma towards infinity, with
-the temperature that fits, it becomes temperature scaling again."""
+"""Bounds of gamma in the search by derivatives. The map is defined for gamma > -1. As gamma grows to infinity, with
+the best T of each, the map approaches temperature scaling."""
 
 _NO_LABEL = torch.iinfo(torch.int64).min
 
@@ -45,11 +46,11 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        gamma, temperature, value: the optimum, and the criterion there.
-        n_cells: evaluations of the criterion.
-        at_border: in words, each parameter that lies where the search ended.
-        grid: all cells, where they are a grid.
-        clipped_ends: temperatures of the ends of the line that lie at an end of the axis.
+        gamma, temperature, value: the optimum, and the criterion at the optimum.
+        n_cells: number of evaluations of the criterion.
+        at_border: a sentence for each parameter at a bound of the search.
+        grid: all cells, if the search was a grid.
+        clipped_ends: temperatures at the ends of the line that lie at an end of the axis.
     """
 
     gamma: float
@@ -102,9 +103,9 @@ def every_row_grid(
         ) from None
 
 
-# -- beyond the border -----------------------------------------------------------------------------------------------
+# -- extension of the axes -------------------------------------------------------------------------------------------
 
-# Number of extensions of an axis whose end was chosen, and the length of each.
+# Largest number of extensions of an axis whose end is the optimum; number of new values and factor of each extension.
 WIDENINGS = 8
 _GAMMA_STEPS, _GAMMA_FACTOR = 3, 1.5  # of 1 + gamma
 _TEMPERATURE_STEPS, _TEMPERATURE_FACTOR = 50, 2 ** (1 / 50)
@@ -115,7 +116,7 @@ def extend_axes(
 ) -> tuple[list[float], list[float]]:
     """Further gammas and temperatures to search if the best cell lies at an end of an axis."""
     ends = {found.temperature, *found.clipped_ends}
-    # The best T grows with gamma: another gamma is of no use without the temperatures that go with it.
+    # The best T grows with gamma, so an extension of gamma needs an extension of T.
     if len(set(gammas)) > 1 and found.gamma in (min(gammas), max(gammas)):
         ends.add(max(temperatures) if found.gamma == max(gammas) else min(temperatures))
     shifted = [1 + gamma for gamma in gammas]
@@ -142,7 +143,7 @@ def extended(
     more_temperatures: Sequence[float],
     compute: Callable[[Sequence[float], Sequence[float]], CalibrationGrid],
 ) -> CalibrationGrid:
-    """The grid with more rows and columns after those it has, so that of equal cells an old one is the first."""
+    """The grid with more rows and columns after the old ones, so that an old cell is the first of equal cells."""
     if more_temperatures:
         grid = _joined(grid, compute(grid.gammas.tolist(), more_temperatures), dim=1)
     if more_gammas:
@@ -162,22 +163,22 @@ def _joined(grid: CalibrationGrid, more: CalibrationGrid, dim: int) -> Calibrati
 # Computes the table [gammas, temperatures] of the criterion.
 Table = Callable[[Sequence[float], Sequence[float]], "np.ndarray[tuple[int, int], np.dtype[np.float64]]"]
 
-# Neighbours on a line are computed together as a small grid, whose diagonal is used: a grid of one cell costs nearly as
-# much as one of many, because every call prepares the rows again.
+# Number of neighbours on a line that are computed together, as the diagonal of a small grid: every call prepares the
+# rows again, so a grid of one cell costs nearly as much as one of many.
 _TOGETHER = 10
 
-# The coarsest temperatures of "refine", and the temperatures between two neighbours in each round after that.
+# Number of coarse temperatures of "refine", and number of temperatures between two neighbours in each later round.
 _COARSE, _FINE = 24, 9
 
 
 class _Best:
-    """The first of the smallest finite values seen, and how many were seen."""
+    """The smallest finite value so far (the first of equal ones), and the number of values."""
 
     def __init__(self) -> None:
         self.gamma, self.temperature, self.value, self.n_cells = math.nan, math.nan, math.inf, 0
 
     def see(self, gamma: float, temperatures: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-        """Cells of one gamma; returns the best temperature among them and its value."""
+        """Adds cells of one gamma; returns the best temperature among them and its value."""
         best = min(range(len(values)), key=lambda i: values[i] if math.isfinite(values[i]) else math.inf)
         self.n_cells += len(values)
         if math.isfinite(values[best]) and values[best] < self.value:
@@ -199,9 +200,10 @@ class _Best:
 def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> SearchResult:
     """With m temperatures: the best T at the first and at the last gamma, and m points of the line through both.
 
-    In the plane of gamma and T, where the best T per gamma form a nearly straight ridge; the line runs from the
-    smallest gamma to the largest, and where it leaves the range of the temperatures there are no points: at most 3m
-    cells. If a best T is at the end of that range, the line misses the ridge; ``at_border_`` then reports it.
+    In the plane of gamma and T, the best T of each gamma lie on a nearly straight line. The searched line runs from the
+    smallest gamma to the largest; its points outside the range of the temperatures are left out, so there are at most
+    3m cells. If the best T of the first or last gamma is an end of the range, the line is wrong, and ``at_border_``
+    reports it.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.2, which proposes it and leaves it untested.
     """
@@ -239,9 +241,9 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
 def search_refine(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> SearchResult:
     """From coarse to fine: temperatures at every gamma, then gammas around the best one.
 
-    At each gamma: temperatures a constant factor apart over the whole range, then three times as many finer ones
-    between the neighbours of the best. Then three times: the middles between the best gamma and its neighbours, with
-    temperatures around what the neighbours' best ones suggest.
+    For each gamma: temperatures a constant factor apart over the whole range, then three rounds of finer temperatures
+    around the best one. Then three rounds of new gammas: the midpoints between the best gamma and its neighbours, with
+    temperatures around the mean of the best temperatures of both.
     """
     best = _Best()
     low, high = min(temperatures), max(temperatures)

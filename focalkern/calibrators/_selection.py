@@ -1,7 +1,7 @@
-"""The rule of selection: the cross-validated loss of every candidate, and half a standard error.
+"""The rule of selection by cross-validated losses and half a standard error.
 
-Among the candidates that change no predicted class the one with the lowest mean loss is used; a richer one takes its
-place if its mean loss is lower by more than half a standard error of the paired difference.
+The rule starts with the candidate of lowest mean loss among those that change no predicted class. A richer candidate
+replaces it if its mean loss is lower by more than half a standard error of the paired difference.
 """
 
 import math
@@ -25,13 +25,14 @@ class CandidateScore:
     """The cross-validated loss of one candidate.
 
     Attributes:
-        name: as it was given.
-        calibrator: fitted on all rows; None where that failed, or rows are streamed and no calibrator is needed yet.
-        loss: mean loss of the rows, each judged by a fit that did not see it; NaN where that failed.
+        name: name of the candidate.
+        calibrator: the candidate fitted on all rows; None if the fit failed, or if rows are streamed and the calibrator
+            is not needed yet.
+        loss: mean loss, each row with a fit that did not see it; NaN if a fit failed.
         difference, error: the mean paired difference from the chosen candidate, and its standard error.
-        excluded: the reason for its exclusion, as the end of a sentence that begins with its name; empty if it is not
-            excluded.
-        keeps_predictions: whether it changes no predicted class.
+        excluded: the reason for exclusion, as the end of a sentence that begins with the name; empty if the candidate
+            is not excluded.
+        keeps_predictions: whether the candidate changes no predicted class.
     """
 
     name: str
@@ -50,12 +51,13 @@ class CrossValidation:
     Attributes:
         criterion: the loss.
         entries: one per candidate, from the simplest to the richest; the first is no calibration.
-        chosen, best: the places of the one to use, and of the one with the lowest mean loss that can be used.
-        folds: how many there were; 0 where there were too few rows for any.
-        n_samples: rows.
-        left_out: names of candidates that could not take part, with the reason.
+        chosen, best: indices of the chosen candidate, and of the candidate with the lowest mean loss that is not
+            excluded.
+        folds: number of folds; 0 if the rows are too few for a cross-validation.
+        n_samples: number of rows.
+        left_out: names of candidates that could not be cross-validated, with the reason.
         brier: the mean paired difference in Brier score between the choice and no calibration, and its standard error;
-            NaN where they were not compared.
+            NaN if they were not compared.
     """
 
     criterion: Proper
@@ -72,7 +74,7 @@ class CrossValidation:
         return self.entries[self.chosen]
 
     def table(self) -> list[dict[str, Any]]:
-        """One dictionary per candidate, for JSON: an infinite number is null."""
+        """One dictionary per candidate, for JSON; infinite numbers become null."""
 
         def plain(value: float) -> float | None:
             return value if math.isfinite(value) else None
@@ -93,9 +95,9 @@ class CrossValidation:
 def decide(
     entries: Sequence[CandidateScore], losses: Tensor, *, criterion: Proper, folds: int, weight: Tensor | None = None
 ) -> CrossValidation:
-    """Apply the rule to ``losses`` [candidates, N]; NaN where a fit failed."""
+    """Apply the rule to ``losses`` [candidates, N]; NaN marks a fit that failed."""
     rows = losses.shape[1]
-    # Relative to a candidate that is finite everywhere: if no calibration is infinite, the others are still compared.
+    # Differences to a candidate with finite losses: an infinite loss of no calibration must not affect the others.
     finite = losses.isfinite().all(1).nonzero().squeeze(1).tolist()
     differences = losses - losses[finite[0] if finite else 0]
     if weight is not None:
@@ -138,10 +140,10 @@ def decide_from_sums(
 
 
 def weighted_pairs(differences: Tensor, weight: Tensor) -> Callable[[int, int | None], tuple[float, float]]:
-    """Mean and standard error of paired differences of rows that do not all count the same.
+    """Mean and standard error of paired differences of weighted rows.
 
-    It is the standard error of a weighted mean of independent samples. It does not depend on the scale of the weights,
-    and equal weights give the usual standard error.
+    The standard error is that of a weighted mean of independent samples. It does not depend on the scale of the
+    weights, and equal weights give the usual standard error.
     """
     share = weight / weight.sum()
     squares = float(share.square().sum())
@@ -186,7 +188,7 @@ def _decided(
     for place in able:
         if place not in keeping:
             mean, error = pair(place, chosen)
-            # NaN if a loss is infinite: the finite one is then lower.
+            # The difference is NaN if a loss is infinite; the finite loss is then lower.
             if mean < -error / 2 or (math.isinf(loss(chosen)) and math.isfinite(loss(place))):
                 chosen = place
     for place, entry in enumerate(entries):

@@ -24,10 +24,10 @@ Smooth = Literal["nll", "brier"]
 
 
 def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str, remedy: str = "") -> None:
-    """Raises where no temperature has a finite NLL; the values of ``input`` must have been checked.
+    """Raises if no temperature has a finite NLL; the values of ``input`` must have been checked.
 
     Args:
-        remedy: beside a floor.
+        remedy: another remedy than a floor, for the error.
     """
     of_target = input.gather(1, target.unsqueeze(1)).squeeze(1)
     impossible = of_target == (0 if input_kind == "probs" else -math.inf)
@@ -48,10 +48,10 @@ def coarse_table(
     gammas: tuple[float, ...],
     temperatures: list[float],
 ) -> np.ndarray:
-    """[gammas, temperatures], for starts: of some of the rows, where each counts the same; in float32 at most."""
+    """The criterion [gammas, temperatures] of some unweighted rows, at most in float32, for starting points."""
     step = max(1, len(input) // max(_TABLE_ROWS, _TABLE_NUMBERS // input.shape[1]))
     some = input[::step]
-    if some.dtype == torch.float64:  # a class that is possible stays so
+    if some.dtype == torch.float64:  # rounding must not make a possible class impossible
         limits = torch.finfo(torch.float32)
         if input_kind == "logits":
             some = (some - some.amax(1, keepdim=True)).clamp(min=limits.min / 2)
@@ -68,9 +68,9 @@ class NllOfNetworks:
     """The mean NLL of the focal calibration map for each of many networks.
 
     Args:
-        input: [B, N, C] of ``input_kind``, checked; no target impossible.
+        input: [B, N, C] of ``input_kind``, checked; every target is a possible class.
         target: [B, N] int64.
-        weight: [B, N] float64, what a row counts; None is 1.
+        weight: [B, N] float64, weight of each row; None is 1.
     """
 
     def __init__(self, input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None) -> None:
@@ -83,7 +83,7 @@ class NllOfNetworks:
         return len(self.input)
 
     def __call__(self, gammas: np.ndarray | None, betas: np.ndarray) -> np.ndarray:
-        """[B, 7], as :func:`focalkern.fallback.map_nll_sums`; zeros where a beta is NaN."""
+        """[B, 7], as :func:`focalkern.fallback.map_nll_sums`; zeros for networks whose beta is NaN."""
         of_gamma = None if gammas is None else torch.from_numpy(gammas)
         is_probs = self.input_kind == "probs"
         found = self._sums(self.input, self.target, self._share, of_gamma, torch.from_numpy(betas), is_probs)
@@ -99,7 +99,7 @@ class BrierOfRows:
     Args:
         input: [N, C] of ``input_kind``, checked.
         target: [N] int64.
-        weight: [N] float64, what a row counts; None is 1.
+        weight: [N] float64, weight of each row; None is 1.
     """
 
     def __init__(self, input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None) -> None:
@@ -122,7 +122,7 @@ class BrierOfRows:
         return total[0], slopes_of[-len(point) :]
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Blocks of (input, float64; target [n, 1]; share of the sum of the weights [n])."""
+        """Blocks of (input in float64, target [n, 1], weight divided by the sum of the weights [n])."""
         rows = max(1, _BLOCK // self.input.shape[1])
         n, weight = len(self.target), self.weight
         shares = torch.full_like(self.target, 1 / n, dtype=torch.float64) if weight is None else weight / weight.sum()

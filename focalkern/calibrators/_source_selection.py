@@ -1,4 +1,4 @@
-"""Cross-validation of candidates that are fitted by sums over rows, so that no process needs all rows in memory."""
+"""Cross-validation of candidates that are fitted by sums over rows; no process needs all rows in memory."""
 
 import copy
 import math
@@ -24,12 +24,12 @@ __all__ = ["FoldedFit", "HeldOut", "cross_validate_source", "fit_in_folds", "hel
 
 @dataclass(frozen=True)
 class FoldedFit:
-    """A candidate, fitted to all rows and without each fold.
+    """A candidate, fitted to all rows and to all rows except each fold.
 
     Attributes:
-        calibrator: fitted to all rows; None where it is excluded.
-        predict: by fold, the fit without it, from input [n, C] float64 to log-probabilities.
-        excluded: why it cannot be chosen, as the end of a sentence that begins with its name; nothing where it can.
+        calibrator: fitted to all rows; None if the candidate is excluded.
+        predict: for each fold, the fit without its rows, a function of input [n, C] float64 to log-probabilities.
+        excluded: why it cannot be chosen, as the end of a sentence that begins with its name; empty if it can.
     """
 
     calibrator: Any
@@ -40,9 +40,9 @@ class FoldedFit:
 def fit_in_folds(
     source: RowSource, candidates: Mapping[str, Any], fold_of: FoldOf, folds: int
 ) -> tuple[dict[str, FoldedFit], list[str]]:
-    """Robust temperature scaling and spline scalings out of ``candidates``, and the names of the others.
+    """Fits of robust temperature scaling and spline scalings among ``candidates``, and the names of the others.
 
-    A spline matrix needs its rows in memory, because it takes many passes.
+    A spline matrix needs all rows in memory, because its fit takes many passes.
     """
     counts = class_counts(source)
     no_matrix = "" if isinstance(source, MemoryRows) else "needs all rows in memory"
@@ -82,7 +82,7 @@ def fit_to_source(candidate: Any, source: RowSource, counts: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sums over rows of the losses l of K candidates, each by the fits without the row's fold.
+    """Sums over rows of the losses l of K candidates; the fit for a row has not seen the row's fold.
 
     Attributes:
         losses: [K] float64, sums of l.
@@ -99,14 +99,14 @@ class HeldOut:
 def held_out(
     source: RowSource, predict: Sequence[Sequence[Predict]], fold_of: FoldOf, folds: int, criterion: Proper, finite: int
 ) -> HeldOut:
-    """One pass for the losses of every row.
+    """The sums of the losses of every row, in one pass.
 
     Args:
         source: the rows.
-        predict: [K][folds]; the first is no calibration.
-        fold_of, folds: the fold of a row.
+        predict: [K][folds]; the first candidate is no calibration.
+        fold_of, folds: maps row indices to folds; number of folds.
         criterion: the loss.
-        finite: a candidate whose losses are finite.
+        finite: index of a candidate whose losses are finite.
     """
     n = len(predict)
     losses, sums = torch.zeros(2, n, dtype=torch.float64)
@@ -143,16 +143,16 @@ def cross_validate_source(
     criterion: Proper,
     others: Mapping[str, FoldedFit] | None = None,
 ) -> CrossValidation:
-    """:func:`cross_validate` for rows of equal weights that may be in files, or of several processes.
+    """:func:`cross_validate` for rows of equal weights, which may be in files or belong to several processes.
 
     Args:
         source: the rows.
         candidates: as for :func:`cross_validate`. Only robust temperature scaling, spline scaling and the entries of
             ``others`` are compared.
         none: no calibration, fitted.
-        fold_of, folds: the fold of a row.
+        fold_of, folds: maps row indices to folds; number of folds.
         criterion: the loss.
-        others: candidates that are fitted already.
+        others: candidates that are already fitted.
     """
     given = dict(others or {})
     tried, unknown = fit_in_folds(
@@ -165,7 +165,7 @@ def cross_validate_source(
     )
     fits = {"none": of_none, **{name: given.get(name) or tried[name] for name in candidates if name in given | tried}}
     able = [name for name, one in fits.items() if one.predict]
-    finite = next((name for name in reversed(able) if name in tried), "none")  # those have a floor
+    finite = next((name for name in reversed(able) if name in tried), "none")  # finite by their floor
     n, rows = len(fits), source.n_rows
     losses, sums = torch.full((2, n), math.nan, dtype=torch.float64)
     products, brier = torch.full((n, n), math.nan, dtype=torch.float64), torch.full((n, 2), math.nan).double()

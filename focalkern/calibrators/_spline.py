@@ -1,5 +1,4 @@
-"""Spline scaling: the calibration map as a smooth curve that is fitted to the rows, optionally with a vector or
-matrix."""
+"""Spline scaling: the calibration map as a smooth curve fitted to the rows, optionally with a vector or matrix."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -28,59 +27,60 @@ __all__ = ["SplineKind", "SplineScaling"]
 SplineKind = Literal["scalar", "vector", "matrix"]
 SPLINE_KINDS: tuple[SplineKind, ...] = get_args(SplineKind)
 
-# Below so many rows the uncertainty of everything is that of the floor and of the priors.
+# Least sum of weights: with fewer rows, the floor and the penalties determine the fit.
 _FEW_ROWS = 10
 
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class SplineScaling(FitsBatches):
-    r"""Temperature scaling followed by a smooth curve that the rows decide: the calibration map without a fixed form.
+    r"""Temperature scaling followed by a smooth curve fitted to the rows: a calibration map without a fixed form.
 
     .. math::
         \hat p = \text{softmax}\big((1 + a) x + f(u)\big), \qquad
         x = \log\big((1 - e)\, \text{softmax}(z / T) + e / C\big), \quad u = \text{logit}(\exp x)
 
-    with one natural cubic spline f on at most ten knots for all classes. A vector adds :math:`v_j x_j + b_j`, a matrix
-    :math:`\sum_k D_{jk} x_k + b_j`. The focal calibration map is the special case in which f is the curve of one gamma.
-    Temperature scaling is the special case f = 0. W is the number of rows (the sum of their weights) and e = 0.1 / (W +
-    1). The parameters minimise the sum of the NLL and
+    with one natural cubic spline f on at most ten knots for all classes. kind="vector" adds :math:`v_j x_j + b_j`,
+    kind="matrix" adds :math:`\sum_k D_{jk} x_k + b_j`. The focal calibration map is the special case in which f is the
+    curve of one gamma; temperature scaling is the special case f = 0. W is the number of rows (the sum of their
+    weights) and e = 0.1 / (W + 1). The parameters minimise the summed NLL plus
 
     .. math::
         5 a^2 + 5 \int f''(u)^2 du + 5 s(f)^2 + 0.005\, \text{mean}(f)^2
             + 2 C \sum_j (D_{jj}^2 + b_j^2) + 2 C (C - 1) \sum_{j \ne k} D_{jk}^2
 
-    (s is the slope of f, :math:`v_j` takes the place of :math:`D_{jj}`). The problem is convex: it has one optimum,
-    which is finite on any rows. The penalties draw the map towards temperature scaling where rows are few.
+    (s is the slope of f; for a vector, :math:`v_j` replaces :math:`D_{jj}`). The problem is convex and has one optimum,
+    which is finite on any rows. With few rows the penalties shrink the map towards temperature scaling.
 
-    A probability of 0 counts as e / C in x, so that the class stays possible: the zeros of forests and nearest
-    neighbours come from a finite number of votes. A logit of -inf marks an impossible class and gives exactly 0,
-    unless a row of ``fit`` has its label there: then the logits were logarithms of such zeros, and count as those.
+    A probability of 0 counts as e / C in x, so that the class stays possible: forests and nearest neighbours give 0
+    because they have a finite number of votes. A logit of -inf marks an impossible class and gives exactly 0, unless a
+    row of ``fit`` has its label there: then -inf is the logarithm of such a zero and counts as e / C too.
 
     Args:
         kind: ``"scalar"``, ``"vector"`` or ``"matrix"``.
-        keep_order: whether the curve keeps the order of the classes of every row, so that no predicted class changes.
-            None is True for ``"scalar"``; the others cannot. False fits the free curve, which can turn a binary
-            classifier round that is wrong more often than right.
+        keep_order: keep the order of the classes of every row, so that no predicted class changes. None is True for
+            ``"scalar"`` and False for the other kinds, which cannot keep it. False fits the free curve, which may
+            reverse a binary classifier that is wrong in more than half of the rows.
         penalty: a factor of all penalties.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
-            like probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
+            look like probabilities.
 
-    A row with weight w counts as w rows. Importance weights are no counts: scale them to the sum
-    :math:`(\sum w)^2 / \sum w^2` first.
+    A row with weight w counts as w rows. Importance weights are not counts: first scale them to the sum
+    :math:`(\sum w)^2 / \sum w^2`.
 
-    After ``fit`` there are ``temperature_`` (T), ``floor_`` (e), ``slope_`` (a), ``knots_`` and ``values_`` of f [m],
-    ``weight_`` (None, v [C] or D [C, C]) and ``bias_`` (None or [C]), ``masks_`` (whether a logit of -inf means
-    probability 0); of the fit ``best_value_`` (the NLL of its rows), ``objective_`` (the same with the penalties, over
-    W), ``weight_sum_`` (W), ``n_changed_`` (rows of ``fit`` whose predicted class changed), ``passes_`` over the rows,
-    ``converged_``, ``degrees_of_freedom_`` (effective, of a and f) and ``covariance_`` of (a, f), [m + 1, m + 1].
+    ``fit`` sets the map: ``temperature_`` (T), ``floor_`` (e), ``slope_`` (a), ``knots_`` and ``values_`` of f [m],
+    ``weight_`` (None, v [C] or D [C, C]), ``bias_`` (None or [C]) and ``masks_`` (whether a logit of -inf means
+    probability 0). It also sets facts of the fit: ``best_value_`` (the mean NLL of its rows), ``objective_`` (the mean
+    NLL plus the penalties divided by W), ``weight_sum_`` (W), ``n_changed_`` (rows of ``fit`` whose predicted class
+    changed), ``passes_`` (passes over the rows), ``converged_``, ``degrees_of_freedom_`` (effective, of a and f) and
+    ``covariance_`` of (a, f), [m + 1, m + 1].
 
     Source: arXiv 2511.03685 (Berta et al., AISTATS 2026) for x and the penalties of the matrix; Rahimi et al. 2020
     (arXiv 2003.06820) for maps that keep the order; Hastie & Tibshirani, Generalized Additive Models, 1990.
 
     Example:
         >>> labels = torch.arange(300) % 3
-        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # correct in 240 of 300 rows
         >>> calibrator = fk.SplineScaling().fit(logits, labels)
         >>> calibrator.predict_proba(logits[:1]).round(decimals=2)
         tensor([[0.8000, 0.1000, 0.1000]])
@@ -159,7 +159,7 @@ class SplineScaling(FitsBatches):
         return self.kind == "scalar" and self.keep_order is not False
 
     def _module(self, fitted: Mapping[str, Any] | None = None, *, one_logit: bool = False) -> SplineLogProbs:
-        """The module of the ``fitted`` attributes; of its own attributes when None."""
+        """The module of the attributes in ``fitted``; None uses those of the calibrator."""
         of = vars(self) if fitted is None else fitted
         names = ("knots_", "values_", "weight_", "bias_")
         knots, values, weight, bias = (None if of[name] is None else torch.from_numpy(of[name]) for name in names)
@@ -190,7 +190,7 @@ class SplineScaling(FitsBatches):
         return "free" if self.kind == "scalar" and not self._keeps_predictions() else self.kind
 
     def _fitted(self, rows: SplineRows, found: Fit) -> dict[str, Any]:
-        """The attributes of a fit to ``rows``."""
+        """The attributes that ``fit`` sets after a fit to ``rows``."""
         map, here, passes = found.map, found.derivatives, found.passes
         if here is None:
             here, passes = curve_derivatives(rows, map), passes + 1
@@ -296,7 +296,7 @@ class SplineScaling(FitsBatches):
 _FIT_NUMBERS = ("best_value_", "objective_", "weight_sum_", "degrees_of_freedom_")
 
 _LARGEST = 1e6
-"""No fitted parameter comes near; beyond, scores would overflow."""
+"""Bound of the parameters in a file: far above any fitted parameter, and below an overflow of the scores."""
 
 
 def _array(document: Mapping[str, Any], name: str) -> _Array:

@@ -9,10 +9,10 @@ __all__ = ["NaturalSpline"]
 
 
 class NaturalSpline:
-    r"""Natural cubic splines on given knots: a cubic between two knots, a straight line beyond the first and the last.
+    r"""Natural cubic splines on given knots: cubic between two knots, straight lines beyond the first and last knot.
 
-    A spline is given by its values at the knots, [m]. The m knots cut the line into m + 1 pieces; on piece i with
-    origin o_i (the knot to the left, or the first knot) it is the polynomial
+    A spline is determined by its values at the knots, [m]. The m knots divide the line into m + 1 pieces; on piece i
+    with origin o_i (the knot to the left, or the first knot) the spline is the polynomial
 
     .. math:: f(u) = \sum_{k=0}^3 c_{ik} (u - o_i)^k
 
@@ -30,7 +30,7 @@ class NaturalSpline:
         self.basis = spline_coefficients(knots, torch.eye(len(knots), dtype=knots.dtype))
 
     def coefficients(self, values: Tensor) -> Tensor:
-        """[m + 1, 4] of the spline with ``values`` [m]."""
+        """Coefficients [m + 1, 4] of the spline with ``values`` [m]."""
         return self.basis @ values
 
     def locate(self, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ class NaturalSpline:
         return piece, u - self.origins.to(u.device)[piece]
 
     def rows(self, u: Tensor) -> Tensor:
-        """[n, m]: f(u) is ``rows(u) @ values``, for a few u [n]."""
+        """The matrix [n, m] with f(u) = ``rows(u) @ values``, for a small number of u [n]."""
         piece, offset = self.locate(u)
         powers = offset.unsqueeze(1) ** torch.arange(4, dtype=u.dtype)
         return torch.einsum("nk,nkm->nm", powers, self.basis[piece])
@@ -52,7 +52,7 @@ class NaturalSpline:
         with s the least-squares slope of the knot values.
         """
         m, h = len(self.knots), self.knots.diff()
-        second = 2 * self.basis[1:, 2]  # at the knots
+        second = 2 * self.basis[1:, 2]  # second derivatives at the knots
         integral = torch.zeros(m, m, dtype=h.dtype)
         inner = torch.arange(m - 1)
         integral[inner, inner] += h / 3
@@ -69,7 +69,7 @@ class NaturalSpline:
 
 
 def evaluate(coefficients: Tensor, piece: Tensor, offset: Tensor) -> Tensor:
-    """The spline with ``coefficients`` [m + 1, 4] at what :meth:`NaturalSpline.locate` returns."""
+    """The spline with ``coefficients`` [m + 1, 4] at the pieces and offsets from :meth:`NaturalSpline.locate`."""
     c0, c1, c2, c3 = (column.contiguous() for column in coefficients.to(offset.device).unbind(1))
     result = c3[piece] * offset
     for column in (c2, c1):

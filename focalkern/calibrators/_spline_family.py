@@ -1,4 +1,4 @@
-"""The members of the spline family on the same rows, each fitted from the one before; in full and in folds."""
+"""Fits of the members of the spline family to the same rows, each started from a simpler member."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ __all__ = ["Family", "fit_family"]
 
 @dataclass(frozen=True)
 class Family:
-    """Fits by member (``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``) and the scales they were found with."""
+    """Fits by member (``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``), and the preconditioners of these fits."""
 
     fits: Mapping[str, Fit]
     scales: Mapping[str, Preconditioner]
@@ -34,12 +34,12 @@ class Family:
 
 
 def fit_family(rows: SplineRows, members: Collection[str], near: Family | None = None) -> Family:
-    """Fit members and those on the way to them.
+    """Fit the given members and the members from which their fits start.
 
-    The fits of the scalar and of the vector start from the free curve; that of the matrix starts from the vector.
+    The fits of scalar and vector start from the free curve; the fit of the matrix starts from the vector.
 
     Args:
-        members: out of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
+        members: some of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
         near: the family fitted to nearly the same rows (for a fold: to all rows). Every fit starts from it.
     """
     free = fit_curve(rows) if near is None else fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD)

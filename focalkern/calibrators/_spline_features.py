@@ -31,7 +31,7 @@ KNOT_GAP = 0.25
 _LOG_T = 6.0  # the search is for log T on [-6, 6]
 _GRID_STEP = 0.5
 _GRID_SIZE = 200_000
-_LOWEST = 1000.0  # below the maximum of its row a logit counts no further
+_LOWEST = 1000.0  # a logit further below the maximum of its row counts as this far below
 
 _BINS_PER_UNIT, _HISTOGRAM_END = 64, 60
 
@@ -53,7 +53,7 @@ def floored(scores: Tensor, temperature: float, floor: float) -> Tensor:
 
 
 def log_odds(probs: Tensor, x: Tensor) -> Tensor:
-    """u = x - log(1 - p). Where p is above 1/2, 1 - p would cancel; the sum of the other classes replaces it."""
+    """u = x - log(1 - p). For p > 1/2, 1 - p would cancel; it is computed as the sum of the other classes."""
     large = probs > 0.5
     others = probs.masked_fill(large, 0.0).sum(-1, keepdim=True)
     return x - torch.where(large, others, 1 - probs).log()
@@ -77,7 +77,7 @@ def masks_zeros(source: RowSource, input_kind: str) -> bool:
 
 
 def logit_scale(source: RowSource, input_kind: str) -> float:
-    """The unit of the search for T: 1, and more where rows have their two largest logits hundreds apart on average."""
+    """The unit of T in the search: 1, or more if the two largest logits of a row are on average over 100 apart."""
     count = torch.zeros(1, dtype=torch.float64)
     for part in source.parts():
         for block in part.blocks():
@@ -96,7 +96,7 @@ def logit_scale(source: RowSource, input_kind: str) -> float:
 
 
 def temperature_sums(source: RowSource, input_kind: str, betas: Tensor, floor: float) -> Tensor:
-    """[2, B]: the mean NLL of (1 - e) softmax(z beta) + e / C for each beta, and its slope in beta."""
+    """[2, B]: the mean NLL of (1 - e) softmax(z beta) + e / C for each beta, and its derivative in beta."""
     sums = torch.zeros(2, len(betas), dtype=torch.float64)
     for part in source.parts():
         sums_of = spline_sums_for(part.input).spline_temperature_sums
@@ -105,20 +105,20 @@ def temperature_sums(source: RowSource, input_kind: str, betas: Tensor, floor: f
 
 
 def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, near: float | None = None) -> float:
-    r"""The temperature that spline scaling and the automatic choice start from: finite on any rows.
+    r"""The temperature of robust temperature scaling and of the features of spline scaling, finite on any rows.
 
     .. math::
         \min_T \overline{-\log\big((1 - e)\, \text{softmax}(z / T)_y + e / C\big)} + \frac{(\log T)^2}{2 W},
         \qquad e = \frac{0.1}{W + 1}
 
-    The floor bounds the loss of a row whose target has probability 0, and of a few hopeless rows. The second term,
-    a normal prior on log T of deviation 1, keeps T finite where every row is right.
+    The floor bounds the loss of rows whose target has a probability of 0 or near 0. The second term, a normal prior on
+    log T with standard deviation 1, keeps T above 0 if every row is correct.
 
     Args:
         source: the rows; W is the sum of their weights.
         input_kind: ``"logits"`` or ``"probs"``.
         scale: result of :func:`logit_scale`; T is found in this unit.
-        near: T of nearly the same rows, where the search starts in place of a grid.
+        near: T of nearly the same rows, at which the search starts in place of a grid.
 
     Returns:
         T, log(T / scale) within [-6, 6] and exact to 1e-8.
@@ -127,7 +127,7 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
     floor = floor_of(weight_sum)
 
     def objective(log_ts: list[float], rows: RowSource) -> tuple[Tensor, Tensor]:
-        """The losses and their slopes in log T."""
+        """The losses and their derivatives in log T."""
         log_t = torch.tensor(log_ts, dtype=torch.float64)
         beta = (-log_t).exp() / scale
         value, slope = temperature_sums(rows, input_kind, beta, floor)
@@ -143,8 +143,8 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
 
 
 def _root(slope: Callable[[float], float], start: float) -> float:
-    """The point near ``start`` where a slope changes from - to +, by secants inside a bracket; otherwise an end of the
-    search."""
+    """The point near ``start`` at which the slope changes from negative to positive, by secants inside a bracket; an
+    end of the range if no such point exists."""
     low = high = start
     of_low = of_high = slope(start)
     while of_low > 0:
@@ -165,7 +165,7 @@ def _root(slope: Callable[[float], float], start: float) -> float:
         found = slope(middle)
         if found == 0 or abs(middle - previous) < 1e-9:
             break
-        # Illinois: the value at an end that stays twice counts half, so that both ends close in.
+        # Illinois method: halve the slope at an end that stays twice, so that both ends converge.
         if found > 0:
             high, of_high, of_low = middle, found, of_low / 2 if side > 0 else of_low
             side = 1
@@ -189,7 +189,7 @@ def spread(source: RowSource, input_kind: str, scale: float = 1.0) -> float:
 
 
 def histogram(source: RowSource, input_kind: str, temperature: float, floor: float) -> Tensor:
-    """[7680] float64, shares of the weighted log-odds in bins of 1/64 from -60 to 60."""
+    """[7680] float64: the weighted histogram of the log-odds in bins of 1/64 from -60 to 60, divided by W."""
     counts = torch.zeros(2 * _HISTOGRAM_END * _BINS_PER_UNIT, dtype=torch.float64)
     for part in source.parts():
         sums_of = spline_sums_for(part.input).spline_histogram
@@ -204,7 +204,7 @@ def find_knots(counts: Tensor) -> Tensor:
     """
     sums = counts.cumsum(0)
     levels = torch.linspace(0.02, 0.98, MOST_KNOTS, dtype=torch.float64) * sums[-1]
-    # A level that is met up to rounding is met: repeated rows give the same knots.
+    # A small tolerance, so that rounding does not change the knots when all rows are repeated.
     first = torch.searchsorted(sums, levels * (1 - 1e-12)).clamp(max=len(counts) - 1)
     centres = (first.to(torch.float64) + 0.5) / _BINS_PER_UNIT - _HISTOGRAM_END
     kept: list[float] = []

@@ -14,7 +14,7 @@ from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["Derivatives", "Fit", "Map", "curve_derivatives", "fit_curve", "fit_linear"]
 
-# With more entries than this, Newton starts on a part of the rows.
+# With more logits than this, Newton's method starts on a part of the rows.
 _FEW = 4_000_000
 
 _NEWTON_STEPS = 40
@@ -24,7 +24,7 @@ LBFGS_STEPS = 300
 LBFGS_DONE = 1e-4  # of the largest entry of the preconditioned gradient
 LBFGS_DONE_IN_A_FOLD = 3e-4
 
-# Numbers of x that a fit keeps from one evaluation to the next.
+# Largest number of values of x that a fit keeps in memory between evaluations.
 _KEPT = 1 << 24
 
 _Block = tuple[MemoryRows, Tensor]
@@ -33,7 +33,7 @@ _Block = tuple[MemoryRows, Tensor]
 
 @dataclass(frozen=True)
 class Map:
-    """Parameters.
+    """The parameters of a spline scaling.
 
     Attributes:
         curve: [m + 1] on the CPU, a and the values of f at the knots.
@@ -58,7 +58,7 @@ class Derivatives:
 
 @dataclass(frozen=True)
 class Preconditioner:
-    """Scales of the parameters: the curve by a root of its inverse Hessian, the others one by one."""
+    """Scales of the parameters: a root of the inverse Hessian for the curve, one number for each other parameter."""
 
     curve: Tensor
     weight: Tensor
@@ -67,15 +67,15 @@ class Preconditioner:
 
 @dataclass(frozen=True)
 class Fit:
-    """An optimum.
+    """The result of a fit.
 
     Attributes:
-        map: the parameters.
-        value: J / W.
-        passes: over the rows.
-        converged: whether it ended before its last step.
-        derivatives: in the curve; None after L-BFGS.
-        pairs: the memory of L-BFGS.
+        map: the parameters at the optimum.
+        value: J / W at the optimum.
+        passes: number of passes over the rows.
+        converged: whether the fit ended before its last permitted step.
+        derivatives: those in the curve at the optimum; None after L-BFGS.
+        pairs: the curvature pairs of L-BFGS.
     """
 
     map: Map
@@ -87,7 +87,7 @@ class Fit:
 
 
 def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
-    """The objective in the curve, with its gradient and Hessian."""
+    """The objective J / W with its gradient and Hessian in the curve."""
     n = len(map.curve)
     sums = torch.zeros(1 + n + n * n, dtype=torch.float64)
     for part, _, extra in _parts(rows, map):
@@ -108,12 +108,12 @@ def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
 def _parts(
     rows: SplineRows, map: Map, blocks: Sequence[_Block] | None = None
 ) -> Iterator[tuple[MemoryRows, Tensor | None, Tensor | None]]:
-    """Rows with their x and D x for a matrix, in blocks; without one, the parts of the source and twice None."""
+    """Blocks (rows, x, D x) for a matrix; otherwise the parts of the source as (rows, None, None)."""
     if map.weight is None or map.weight.dim() == 1:
         for part in rows.source.parts():
             yield part, None, None
     else:
-        transposed = map.weight.T.contiguous()  # whose product takes two thirds of the time
+        transposed = map.weight.T.contiguous()  # x @ transposed takes two thirds of the time of x @ weight.T
         for block, x in _blocks_of(rows) if blocks is None else blocks:
             yield block, x, x @ transposed
 
@@ -123,14 +123,14 @@ def _blocks_of(rows: SplineRows) -> Iterator[_Block]:
 
 
 def _blocks_in_memory(rows: SplineRows) -> Sequence[_Block] | None:
-    """Blocks of rows with their x, for many evaluations; None where the rows themselves are not in memory, or many."""
+    """Blocks of rows with their x, kept for many evaluations; None if the rows are not in memory or too many."""
     source = rows.source
     few = isinstance(source, MemoryRows) and len(source.target) * rows.n_classes <= _KEPT
     return list(_blocks_of(rows)) if few else None
 
 
 def _arguments(rows: SplineRows, part: MemoryRows, map: Map, extra: Tensor | None) -> tuple[Any, ...]:
-    """As the functions of :mod:`focalkern.fallback.spline_sums` take them."""
+    """The arguments of the functions of :mod:`focalkern.fallback.spline_sums`."""
     vector = None if map.weight is None or map.weight.dim() == 2 else map.weight
     spline, is_probs = rows.spline, rows.input_kind == "probs"
     curve = (spline.knots, spline.basis, float(map.curve[0]), map.curve[1:])
@@ -139,7 +139,7 @@ def _arguments(rows: SplineRows, part: MemoryRows, map: Map, extra: Tensor | Non
 
 
 def strengths(rows: SplineRows, weight: Tensor) -> tuple[Tensor, float]:
-    """The factors of the squares in the penalty of J / W: of v or D, in their shape, and of b."""
+    """The factors of the squares in the penalty of J / W: for v or D (in their shape), and for b (a number)."""
     n_classes = rows.n_classes
     of_bias = 2 * n_classes * rows.factor / rows.weight_sum
     of_weight = torch.full_like(weight, of_bias)
@@ -157,7 +157,7 @@ def _linear_penalty(rows: SplineRows, map: Map) -> float:
 
 
 def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTON_DONE) -> Fit:
-    """Newton's method in (a, f) from ``start``, which is the identity when None."""
+    """Newton's method in (a, f) from ``start``; None starts from the identity."""
     curve, passes = torch.zeros(len(rows.spline.knots) + 1, dtype=torch.float64), 0
     if start is not None:
         curve = start
@@ -178,7 +178,7 @@ def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTO
             passes, step, decrement = passes + 1, step / 2, decrement / 2
         else:
             break
-        # The error after the last step is the square of the one before: a further step could only be rounding.
+        # Each step squares the error, so a further step would change only rounding errors.
         curve, here = curve + step, there
         if last:
             return Fit(Map(curve), here.value, passes + 1, derivatives=here)
@@ -191,7 +191,7 @@ def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
 
 
 def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Preconditioner:
-    """Scales at the scalar optimum ``map``, with its Hessian."""
+    """The preconditioner from the Hessian at the scalar optimum ``map``."""
     n_classes, device = rows.n_classes, rows.device
     root = torch.linalg.inv(torch.linalg.cholesky(hessian)).T
     shape = (n_classes,) if kind == "vector" else (n_classes, n_classes)
@@ -216,9 +216,9 @@ def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Prec
 def fit_linear(
     rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE, pairs: Sequence[Pair] = ()
 ) -> Fit:
-    """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has both.
+    """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has weight and bias.
 
-    ``pairs`` come from a fit with the same scales to nearly the same rows.
+    ``pairs`` are the curvature pairs of a fit with the same preconditioner to nearly the same rows.
     """
     assert start.weight is not None and start.bias is not None
     device, n_curve = rows.device, len(start.curve)
@@ -271,7 +271,7 @@ def linear_gradient(
         first = (torch.tensor([value], dtype=torch.float64), of_curve)
         found = torch.cat([*(one.to(device) for one in first), of_linear, of_one])
         sums = found if sums is None else sums.add_(found)
-    if sums is None:  # a process without rows
+    if sums is None:  # this process has no rows
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     nll, of_curve, of_linear, of_one = (rows.source.add_up(sums) / total).split(sizes)
     of_weight, of_bias = strengths(rows, map.weight) if penalties is None else penalties

@@ -1,4 +1,4 @@
-"""Cross-validation of spline scalings: fitted together, in full and without each fold, from shared features."""
+"""Cross-validation of spline scalings with shared features, each fitted to all rows and without each fold."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from focalkern.ops.spline_map import map_by_pieces
 __all__ = ["FoldOf", "Predict", "SplineFolds", "why_not"]
 
 FoldOf = Callable[[Tensor], Tensor]
-"""From the numbers of rows to their folds."""
+"""Maps row indices to folds."""
 
 Predict = Callable[[Tensor], Tensor]
-"""From input [n, C] float64 to log-probabilities."""
+"""Maps input [n, C] float64 to log-probabilities."""
 
-# A larger number would take minutes:
+# Bound of N C^2: with a larger value, the fit of a matrix takes minutes.
 _MOST_OF_A_MATRIX = 5e9
 
 
@@ -39,16 +39,16 @@ def why_not(candidate: SplineScaling, n_rows: float, n_samples: int, n_classes: 
 
 
 class SplineFolds:
-    """Fits of spline scalings with one penalty to all rows, and to those without each fold.
+    """Fits of spline scalings with one penalty to all rows and without each fold.
 
-    The features (temperature, floor, knots) are those of all rows: they carry one number that the labels decide. Each
-    fold starts from the fit to all rows.
+    All fits use the features (temperature, floor, knots) of all rows. Of these, only the temperature uses the
+    labels. Each fold starts from the fit to all rows.
 
     Args:
         source: all rows.
         candidates: spline scalings with one ``penalty`` and one ``input_kind``.
-        fold_of: from the numbers of rows to their folds.
-        folds: how many there are; 0 for none.
+        fold_of: maps row indices to folds.
+        folds: number of folds; 0 for no cross-validation.
         temperature: result of :func:`robust_temperature` of all rows, if known.
     """
 
@@ -70,7 +70,7 @@ class SplineFolds:
             self._parts.append(fit_family(self._all.on(kept), members, self._family))
 
     def fitted(self, candidate: SplineScaling, class_counts: Tensor) -> SplineScaling:
-        """A copy that is fitted to all rows, of which there are so many per class."""
+        """A copy of the candidate fitted to all rows; ``class_counts`` [C] is the number of rows per class."""
         fresh = copy.deepcopy(candidate)
         source = self._all.source
         fitted = fresh._fitted(self._all, self._family[fresh._member()])
@@ -79,10 +79,10 @@ class SplineFolds:
         return fresh
 
     def held_out(self, candidate: SplineScaling, k: int) -> Predict:
-        """The fit without fold k, from input [n, C] float64 to log-probabilities."""
+        """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""
         map, rows = self._parts[k][candidate._member()].map, self._all
         parameters = torch.tensor([1 + float(map.curve[0]), rows.temperature, rows.floor], dtype=torch.float64)
-        # As SplineLogProbs, with the polynomials of the knots that all folds share.
+        # The computation of SplineLogProbs with the knots that all folds share.
         of_curve = (rows.spline.knots, rows.spline.coefficients(map.curve[1:]))
         knots, coefficients = (one.to(rows.device) for one in of_curve)
         is_probs = candidate.input_kind == "probs"

@@ -26,9 +26,9 @@ class FlooredLogProbs(ExactBuffers):
     Args:
         temperature: T > 0.
         floor: e, between 0 and 1.
-        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
-        masks: a logit of -inf has probability 0, and not e / C.
-        keep_order: repair what rounding does to the order of nearly equal classes, where the map keeps the order.
+        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of ``forward``.
+        masks: whether a logit of -inf means probability 0, not e / C.
+        keep_order: correct the rounding of nearly equal classes so that their order is kept.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
 
     Source: Guo et al. 2017 (arXiv 1706.04599); the floor of Berta et al., AISTATS 2026 (arXiv 2511.03685).
@@ -62,14 +62,14 @@ class FlooredLogProbs(ExactBuffers):
         return self.mapped(input, log=True)
 
     def mapped(self, input: Tensor, *, log: bool) -> Tensor:
-        """Log-probabilities [..., C], or probabilities, which the map writes itself."""
+        """Log-probabilities [..., C], or probabilities, by the operator of the map."""
         if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
             log_probs = self._plain(input)
             return log_probs if log else log_probs.exp()
         return map_by_pieces(input, *self.arguments(), log=log)
 
     def arguments(self) -> MapArguments:
-        """The map with these numbers."""
+        """The arguments of the map between the input and ``log``."""
         slope, knots, coefficients, weight, bias = self._curve()
         parameters = torch.tensor([1 + slope, self.temperature, self.floor], dtype=torch.float64)
         is_probs = self.input_kind == "probs"
@@ -82,7 +82,7 @@ class FlooredLogProbs(ExactBuffers):
         return 0.0, torch.arange(2, dtype=wide), torch.zeros(3, 4, dtype=wide), None, None
 
     def _plain(self, input: Tensor) -> Tensor:
-        """Uses only torch's own operators, which exporters support."""
+        """The log-probabilities in torch's own operators, which exporters support."""
         scores = self.scores(input)
         if self.masks and self.input_kind == "logits":
             scores = scores.masked_fill(input == -torch.inf, -torch.inf)
@@ -110,11 +110,11 @@ class SplineLogProbs(FlooredLogProbs):
         temperature: T > 0.
         floor: e, between 0 and 1.
         slope: a.
-        knots, values: [m], where the spline has which value.
+        knots, values: [m], the knots of the spline and its values at them.
         weight: v [C], the diagonal of W, or W [C, C]; None is 0.
         bias: b [C]; None is 0.
         input_kind, masks, one_logit: as :class:`FlooredLogProbs`.
-        keep_order: repair what rounding does to the order of nearly equal classes; the curve must keep the order.
+        keep_order: correct the rounding of nearly equal classes so that their order is kept; the curve must keep it.
 
     Source: a generalised additive model (Hastie & Tibshirani 1990) on the features of structured scaling (Berta et al.,
     AISTATS 2026, arXiv 2511.03685).
@@ -146,7 +146,7 @@ class SplineLogProbs(FlooredLogProbs):
         self.slope = float(slope)
         self.weight = self.bias = None
         for name, value in (("knots", knots), ("values", values), ("weight", weight), ("bias", bias)):
-            if value is not None:  # torch.export does not support a buffer of None
+            if value is not None:  # torch.export does not support a buffer that is None
                 vars(self).pop(name, None)
                 self.register_buffer(name, value)
         self._shaped()
@@ -172,7 +172,7 @@ class SplineLogProbs(FlooredLogProbs):
     def scores(self, input: Tensor) -> Tensor:
         """(1 + a) x + f(u) + W x + b [..., C] float64."""
         x, u = features(as_scores(input, self.input_kind), self.temperature, self.floor)
-        if torch.onnx.is_in_onnx_export():  # which has no search
+        if torch.onnx.is_in_onnx_export():  # the plain path has no searchsorted
             piece = (u.unsqueeze(-1) > self.knots).sum(-1)
         else:
             piece = torch.bucketize(u, self.knots)

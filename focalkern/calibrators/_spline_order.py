@@ -1,4 +1,4 @@
-"""The scalar curve under the condition that it keeps the order of the classes of every row."""
+"""The fit of the scalar curve with the constraint that it keeps the order of the classes of every row."""
 
 import functools
 
@@ -12,7 +12,7 @@ from focalkern.calibrators._spline_rows import SplineRows
 __all__ = ["fit_ordered", "keeps_order", "order_conditions"]
 
 _MARGIN = 1e-3
-"""The order is asked of h - 0.001 log q, so that it is strict and not left to rounding."""
+"""The constraints hold for h - 0.001 log q, so that the order is strict and rounding cannot change it."""
 
 _POINTS, _MIRRORED = 240, 160
 _CHECKED = 2000
@@ -24,9 +24,9 @@ _DONE = 1e-7  # of J / W
 def order_conditions(spline: NaturalSpline, n_classes: int, points: int, mirrored: int) -> tuple[Tensor, Tensor]:
     r"""Rows A [n, m + 1] and c [n] such that A (a, f) + c >= 0 keeps the order of the classes of every row.
 
-    With :math:`h(u) = -(1 + a)\, \text{softplus}(-u) + f(u)` a score is h of its log-odds. Two classes of a row have
-    probabilities that sum to at most one, so the order is kept if h increases on u <= 0 and h(u) >= h(-u) for u > 0.
-    Two classes alone have opposite log-odds, and need only the second.
+    The score of a class is :math:`h(u) = -(1 + a)\, \text{softplus}(-u) + f(u)` of its log-odds. The probabilities of
+    two classes of a row sum to at most 1, so the order is kept if h increases on u <= 0 and h(u) >= h(-u) for u > 0.
+    With two classes, the log-odds are opposite, and the second condition suffices.
     """
     first, last = float(spline.knots[0]), float(spline.knots[-1])
     low = min(first - 3, -1.0)
@@ -43,7 +43,7 @@ def order_conditions(spline: NaturalSpline, n_classes: int, points: int, mirrore
         differences(left[1:], left[:-1])
     right = torch.linspace(0, max(-low, last + 3, 1.0), mirrored + 1, dtype=torch.float64)[1:]
     differences(right, -right)
-    # Beyond: the slopes of the tails.
+    # Beyond the last points, the slopes of the linear tails decide.
     of_a = torch.ones(1, 1, dtype=torch.float64)
     start, end = spline.basis[0, 1:2], spline.basis[-1, 1:2]
     tails = torch.cat([torch.cat([of_a, start], 1), torch.cat([of_a, start + end], 1)])
@@ -60,7 +60,7 @@ def keeps_order(spline: NaturalSpline, n_classes: int, curve: Tensor) -> bool:
 
 
 def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
-    """The optimum that keeps the order, by sequential quadratic programming from the free optimum."""
+    """The optimum under the constraints, by sequential quadratic programming from the free optimum."""
     conditions, constant = order_conditions(rows.spline, rows.n_classes, _POINTS, _MIRRORED)
     assert free.derivatives is not None
     curve, here, passes = free.map.curve, free.derivatives, free.passes
@@ -69,7 +69,7 @@ def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
             step = _quadratic_program(here, curve, conditions, constant) - curve
             there = curve_derivatives(rows, Map(curve + step))
             passes += 1
-            # The program is solved to about 1e-9, so the last step may be one up.
+            # The quadratic program is solved to about 1e-9, so the last step may raise the objective.
             while turn > 0 and there.value > here.value + _DONE:
                 step = step / 2
                 there = curve_derivatives(rows, Map(curve + step))
@@ -82,7 +82,7 @@ def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
     if not keeps_order(rows.spline, rows.n_classes, curve):
         fine, constant = order_conditions(rows.spline, rows.n_classes, _CHECKED, _CHECKED)
         moved = fine @ curve
-        # The largest factor at which constant + factor * moved is nowhere negative; the constant is positive.
+        # Shrink the curve by the largest factor for which constant + factor * moved >= 0; the constant is positive.
         factor = float((constant / -moved).where(moved < 0, torch.inf).min())
         curve = curve * min(1.0, factor) * (1 - 1e-9)
         here, passes = curve_derivatives(rows, Map(curve)), passes + 1
@@ -90,7 +90,7 @@ def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
 
 
 def _quadratic_program(here: Derivatives, at: Tensor, conditions: Tensor, constant: Tensor) -> Tensor:
-    """The minimum of the quadratic model at ``at`` under the conditions, by a log barrier from 0, which is inside."""
+    """The minimum of the quadratic model at ``at`` under the constraints, by a log barrier from 0, a feasible point."""
     point = torch.zeros_like(at)
 
     def value(point: Tensor, mu: float) -> float:

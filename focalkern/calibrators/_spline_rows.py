@@ -1,4 +1,4 @@
-"""Rows as the fits of spline scaling read them, with the temperature, floor and knots that a fold shares with all."""
+"""Rows for the fits of spline scaling, with their features: temperature, floor and knots, shared by all folds."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -47,7 +47,7 @@ class SplineRows:
 
     @classmethod
     def of(cls, source: RowSource, input_kind: str, penalty: float = 1.0, temperature: float | None = None) -> Self:
-        """Find temperature, floor and knots.
+        """The rows of ``source``; finds temperature, floor and knots.
 
         Args:
             source: the rows.
@@ -58,7 +58,7 @@ class SplineRows:
         scale = logit_scale(source, input_kind)
         if temperature is None:
             temperature = robust_temperature(source, input_kind, scale)
-        # A temperature at its upper end would leave x flat, and the penalties would keep it so.
+        # At the upper bound of T all x would be nearly equal, and the penalties would keep the map there.
         temperature = min(temperature, 2 * scale * max(1.0, spread(source, input_kind, scale)))
         spline = NaturalSpline(find_knots(histogram(source, input_kind, temperature, floor)))
         impossible = masks_zeros(source, input_kind)
@@ -77,7 +77,7 @@ class SplineRows:
         return self.source.device
 
     def on(self, source: RowSource) -> "SplineRows":
-        """Other rows, with the same features."""
+        """Other rows with the same features."""
         return replace(self, source=source)
 
     def log_probs(self, part: MemoryRows) -> Tensor:

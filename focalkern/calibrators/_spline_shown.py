@@ -1,4 +1,4 @@
-"""The curve of a spline scaling for the eye: calibrated confidence against confidence for two classes, and its band."""
+"""The curve of a spline scaling for plots: calibrated confidence against confidence for two classes, with its band."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,13 @@ from focalkern.calibrators._spline_curve import NaturalSpline
 
 __all__ = ["ShownCurve", "describe_curve", "shown_curve"]
 
-# A confidence that changes by less counts as unchanged.
+# A smaller change of confidence counts as none.
 _LEAST_CHANGE = 0.005
 
 
 @dataclass(frozen=True)
 class ShownCurve:
-    """Arrays [n]: ``confidence`` q after temperature scaling, the calibrated confidence, and the ends of its 95 %
+    """Arrays [n]: ``confidence`` q after temperature scaling, the calibrated confidence, and the bounds of its 95 %
     band."""
 
     confidence: np.ndarray[Any, Any]
@@ -32,8 +32,8 @@ def shown_curve(calibrator: SplineScaling, points: int = 200) -> ShownCurve:
     .. math::
         \text{logit}\, \hat p = h(u) - h(-u), \quad h(u) = (1 + a) \log \sigma(u) + f(u), \quad u = \text{logit}\, q
 
-    The band is :math:`\pm 1.96 \sqrt{k' V k}` in the logit, with k the derivative in (a, f) and V the covariance of the
-    Laplace approximation.
+    The band is :math:`\pm 1.96 \sqrt{k' V k}` around the logit, with k the derivative of the logit in (a, f) and V the
+    covariance of the Laplace approximation.
     """
     q = torch.linspace(0.5, 0.999, points, dtype=torch.float64)
     u = q.logit()
@@ -48,7 +48,7 @@ def shown_curve(calibrator: SplineScaling, points: int = 200) -> ShownCurve:
 
 
 def describe_curve(calibrator: SplineScaling) -> str:
-    """One sentence that names the confidences which the curve raises and those which it lowers."""
+    """One sentence that names the confidences that the curve raises and those that it lowers."""
     shown = shown_curve(calibrator)
     change = shown.calibrated - shown.confidence
     signs = np.where(np.abs(change) < _LEAST_CHANGE, 0, np.sign(change)).astype(int)

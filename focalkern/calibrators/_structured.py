@@ -33,7 +33,7 @@ _BLOCK = 1 << 22
 _MOST_WEIGHT = 1e20
 
 _Found = tuple[str, float, Tensor, Tensor]
-"""Who has found it; temperature, weight and bias."""
+"""Name of the solver; temperature, weight and bias."""
 
 
 class StructuredScaling(Calibrator):
@@ -43,42 +43,42 @@ class StructuredScaling(Calibrator):
         \hat p = \text{softmax}(W x + b), \qquad x = \log\big((1 - \epsilon)\, \text{softmax}(z / T) + \epsilon / C\big)
 
     with T the NLL optimum of temperature scaling and epsilon = 1 / (N + 1), which keeps x finite. A class that cannot
-    occur (a logit of -inf, a probability of 0) has probability 0 afterwards too. W and b minimise
+    occur (a logit of -inf, a probability of 0) keeps probability 0. W and b minimise
 
     .. math::
         \overline{-\log \hat p_y} + \lambda \frac{C}{N} \Big(\sum_k (W_{kk} - 1)^2 + \sum_k b_k^2\Big)
             + \lambda \frac{C (C - 1)}{N} \sum_{j \ne k} W_{jk}^2
 
-    a convex problem. The penalty shrinks W and b towards the identity. The few parameters of a vector need few rows;
-    entries off the diagonal grow with the number of rows.
+    which is convex. The penalty shrinks W towards the identity and b towards 0. Its weight falls with the number of
+    rows, so off-diagonal entries become large only with many rows.
 
     Args:
         kind: ``"matrix"``, or ``"vector"`` for W with zeros off the diagonal.
-        focal: the focal calibration map on top of the result, its gamma and temperature the NLL optimum there.
-            Jointly with the others it fits the rows of ``fit`` better and test rows no better
+        focal: apply the focal calibration map to the result; its gamma and temperature minimise the NLL afterwards. A
+            joint fit with W and b has a lower NLL on the rows of ``fit`` but not on test rows
             (``benchmarks/results/joint_focal_*.md``).
         penalty: lambda.
-        solver: who looks for T, W and b. ``"probmetrics"``: the library of the authors (the extra ``[probmetrics]``),
-            in float32. ``"lbfgs"``: torch's L-BFGS, in float64, which also takes ``sample_weight`` and probabilities of
-            0. ``"auto"``: probmetrics if it is installed and accepts the rows, else L-BFGS; ``solver_`` and the saved
-            file name the solver. Their NLLs agree to 1e-3. Name one solver if results must not depend on what is
-            installed.
-        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
-            the true class has a probability above 0.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
-            like probabilities.
+        solver: of T, W and b. ``"probmetrics"``: the library of the authors (the extra ``[probmetrics]``), in float32.
+            ``"lbfgs"``: torch's L-BFGS, in float64, which also accepts ``sample_weight`` and probabilities of 0.
+            ``"auto"``: probmetrics if it is installed and accepts the rows, else L-BFGS; ``solver_`` and the saved file
+            name the solver. Their NLLs agree to 1e-3. Choose one solver if results must not depend on the installed
+            packages.
+        floor: in [0, 1): first, the probabilities p of a row become (1 - floor) p + floor / C, so that the true class
+            has a probability above 0.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
+            look like probabilities.
 
-    After ``fit`` there are ``temperature_`` (the first T), ``weight_`` ([C, C], or [C], the diagonal), ``bias_`` [C],
-    ``epsilon_``, ``focal_gamma_`` and ``focal_temperature_`` (0 and 1 without ``focal``), ``best_value_`` (the
-    NLL of the rows of ``fit``, without the penalty), ``n_changed_``: rows of ``fit`` whose predicted class changed; and
-    ``solver_``: ``"lbfgs"``, or ``"probmetrics"`` and its version.
+    ``fit`` sets ``temperature_`` (T), ``weight_`` ([C, C], or [C], the diagonal), ``bias_`` [C], ``epsilon_``,
+    ``focal_gamma_`` and ``focal_temperature_`` (0 and 1 without ``focal``), ``best_value_`` (the mean NLL of the rows
+    of ``fit``, without the penalty), ``n_changed_`` (rows of ``fit`` whose predicted class changed) and ``solver_``
+    (``"lbfgs"``, or ``"probmetrics"`` and its version).
 
     Source: Berta, Holzmüller, Jordan & Bach, Structured matrix scaling for multi-class calibration, AISTATS 2026 (arXiv
-    2511.03685), whose penalty and defaults these are.
+    2511.03685), also for the penalty and the defaults.
 
     Example:
         >>> labels = torch.arange(300) % 3
-        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # correct in 240 of 300 rows
         >>> calibrator = fk.StructuredScaling(kind="vector").fit(logits, labels)
         >>> calibrator.predict_proba(logits[:1]).round(decimals=2)
         tensor([[0.8000, 0.1000, 0.1000]])
@@ -185,7 +185,7 @@ class StructuredScaling(Calibrator):
         }
 
     def _by_probmetrics(self, rows: FitData) -> _Found | None:
-        """None where ``solver="auto"`` has to take the other one."""
+        """The fit by probmetrics; None if ``solver="auto"`` must use L-BFGS."""
         name = type(self).__name__
         wide = rows.input.to(torch.float64)
         probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
@@ -213,7 +213,7 @@ class StructuredScaling(Calibrator):
         return found
 
     def _by_lbfgs(self, rows: FitData, share: Tensor, n_rows: float) -> _Found:
-        """``share`` [N] float64 sums to 1; the rows count as ``n_rows``."""
+        """The fit by L-BFGS. ``share`` [N] float64 sums to 1; the penalty treats the rows as ``n_rows`` rows."""
         input, target, weight = rows.input, rows.target, rows.weight
         n_classes = input.shape[1]
         temperature = nll_temperature(input, target, self.input_kind, weight).temperature
@@ -259,7 +259,7 @@ class StructuredScaling(Calibrator):
                 f"expected weight {list(shape)} and bias {[n_classes]}, found {list(weight.shape)} and "
                 f"{list(bias.shape)}"
             )
-        # Written so that NaN fails too.
+        # The comparison is false for NaN, so NaN raises too.
         if not np.abs([*weight.flat, *bias]).max() <= _MOST_WEIGHT:
             raise ValueError(f"expected finite weights and biases of at most {_MOST_WEIGHT:g}, found others")
         names = ("temperature", "epsilon", "focal_gamma", "focal_temperature")
@@ -288,7 +288,7 @@ def _regularised(
         features: [N, C] float64.
         possible: [N, C] bool, the classes that can occur.
         target: [N] int64.
-        share: [N] float64, of the mean; it sums to 1.
+        share: [N] float64, weights of the mean, which sum to 1.
         identity, penalties: [C, C], or [C] for a diagonal.
     """
     n_classes = features.shape[1]
@@ -308,7 +308,7 @@ def _regularised(
             scores = (x * weight if vector else x @ weight.T) + bias
             log_probs = scores.masked_fill(~mask, -torch.inf).log_softmax(-1)
             value = value - log_probs.gather(1, labels.unsqueeze(1)).squeeze(1) @ part
-            # Softmax minus one-hot; all other terms are sums of it.
+            # Softmax minus one-hot; all gradients are weighted sums of it.
             slope = log_probs.exp_()
             slope.scatter_add_(1, labels.unsqueeze(1), slope.new_full((len(labels), 1), -1.0))
             slope *= part.unsqueeze(1)

@@ -28,7 +28,7 @@ class StructuredLogProbs(ExactBuffers):
         weight: W [C, C], or its diagonal [C].
         bias: b [C].
         focal: gamma and temperature of the focal map; (0, 1) is none.
-        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of ``forward``.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
         fused: the compiled operator; False computes in torch's own operators, for exporters that support only these.
 
@@ -74,7 +74,7 @@ class StructuredLogProbs(ExactBuffers):
         return (log_probs[..., 1] - log_probs[..., 0] if self.one_logit else log_probs).to(input.dtype)
 
     def features(self, input: Tensor) -> Tensor:
-        """x."""
+        """x [..., C], the floored log-probabilities after the temperature."""
         scores = input.log() if self.input_kind == "probs" else input
         scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature
         return floored(scores.log_softmax(-1), self.epsilon)
@@ -87,7 +87,7 @@ class StructuredLogProbs(ExactBuffers):
         return scores.masked_fill(~can_occur(input, self.input_kind), -math.inf)
 
     def finished(self, scores: Tensor) -> Tensor:
-        """Log-probabilities of W x + b."""
+        """Log-probabilities from the scores W x + b."""
         gamma, temperature = self.focal
         if (gamma, temperature) == (0.0, 1.0):
             return scores.log_softmax(-1)

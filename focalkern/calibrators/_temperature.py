@@ -16,51 +16,50 @@ __all__ = ["TemperatureScaling"]
 
 
 class TemperatureScaling(Scaling):
-    r"""Temperature scaling: every logit divided by one number.
+    r"""Temperature scaling: all logits are divided by one number.
 
     .. math:: \hat p = \text{softmax}(z / T)
 
     By default T minimises the NLL, as in Guo et al. and most libraries. The NLL is convex in 1/T, so ``fit`` finds its
-    only optimum to rounding, however far it is from 1. If no optimum exists, ``fit`` warns and ``at_border_`` gives the
-    reason. If the targets are no better than chance, T is the upper of ``TEMPERATURE_BOUNDS``. If the target of every
-    row has the largest logit, as on small sets of an accurate network, the NLL falls all the way to T = 0, and one
-    mistake on other rows would cost thousands. T then stops where the mean confidence of the N rows is
-    (N + 1) / (N + 2), Laplace's estimate of how often the next row is right. The same holds if the Brier score falls
-    all the way to T = 0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
+    only optimum up to rounding, at any distance from 1. If no optimum exists, ``fit`` warns and ``at_border_`` gives
+    the reason. If the targets are no better than chance, T is the upper of ``TEMPERATURE_BOUNDS``. If the target of
+    every row has the largest logit, as on small sets of an accurate network, the NLL falls all the way to T = 0; with
+    such a T, a single wrong row has a loss of thousands. The result is then the T at which the mean confidence of the N
+    rows is (N + 1) / (N + 2), Laplace's estimate of the probability that the next row is correct. The same holds if the
+    Brier score falls all the way to T = 0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
 
     Args:
-        search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"brier"``: Newton steps in
-            log T from the valleys of a coarse grid. ``"grid"``: every one of ``temperatures``. ``"refine"``: from
-            coarse to fine between the smallest and the largest of them. None means ``"nll"`` or ``"brier"`` for that
-            criterion if no temperatures are given, else ``"grid"``.
-        temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. The first of equal optima is used.
+        search: ``"nll"``: Newton steps on the derivative in 1/T, inside a bracket. ``"brier"``: Newton steps in log T
+            from the local minima of a coarse grid. ``"grid"``: all ``temperatures``. ``"refine"``: from coarse to fine
+            between the smallest and the largest of them. None is ``"nll"`` or ``"brier"`` for that criterion if no
+            temperatures are given, else ``"grid"``.
+        temperatures: the grid, all > 0; None is the paper's 0.01, 0.02, ... 5. The first of equal optima is used.
         criterion: ``"nll"``, ``"brier"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
         estimator: ``"equal_mass"``, ``"equal_mass_interp"`` or ``"equal_width"``; see :mod:`focalkern.metrics`.
         n_bins: bins of the ECE.
-        widen: where the optimum of a grid, line or refinement is an end of an axis, search on beyond it, up to
-            ``GAMMA_BOUNDS`` and ``TEMPERATURE_BOUNDS``. Cells that were searched first win ties. ``fit`` warns where
-            the optimum stays at an end.
-        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C. Votes of
-            trees and neighbours give the true class probability 0 in some rows, where the NLL is infinite at every
-            temperature; 0.1 / N is a floor that makes it finite. With 0, a class that cannot occur (probability 0, a
-            logit of -inf) keeps probability 0, and ``fit`` raises if it is the target.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. If it is not given, ``fit`` rejects logits that look
-            like probabilities.
+        widen: if the optimum of a grid or refinement is at an end of the axis, extend the axis, up to
+            ``TEMPERATURE_BOUNDS``. The first of equal optima is used. ``fit`` warns if the optimum stays at an end.
+        floor: in [0, 1): first, the probabilities p of a row become (1 - floor) p + floor / C. Forests and nearest
+            neighbours give the true class probability 0 in some rows, whose NLL is infinite at every temperature; a
+            floor of 0.1 / N makes it finite. With floor 0, a class that cannot occur (probability 0, a logit of -inf)
+            keeps probability 0, and ``fit`` raises if it is the target.
+        input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
+            look like probabilities.
 
     ``fit`` sets ``temperature_``, ``gamma_`` (0), ``search_`` and ``criterion_`` (of this fit), ``best_value_`` (the
-    criterion at the optimum), ``n_cells_`` (how often it was evaluated), ``at_border_`` (a sentence for each parameter
+    criterion at the optimum), ``n_cells_`` (number of its evaluations), ``at_border_`` (a sentence for each parameter
     whose optimum lies at a bound of the search) and, after a search on a grid, ``grid_``, the whole
-    :class:`focalkern.CalibrationGrid`. It warns if the optimum lies at a bound of the search, a target has probability
-    0, or the calibrated rows are worse than before. Worse means that the mean loss rises by more than a standard error.
-    The loss is the criterion; for the criterion ``"ece"`` both NLL and Brier score are checked. With ``sample_weight``
-    a search on a grid takes ten times longer, and ``"equal_mass_interp"`` is not defined.
+    :class:`focalkern.CalibrationGrid`. It warns if the optimum lies at a bound of the search, if a target has
+    probability 0, or if calibration makes the rows worse: the mean loss rises by more than a standard error. The loss
+    is the criterion; for the criterion ``"ece"`` both NLL and Brier score are checked. With ``sample_weight`` a search
+    on a grid takes ten times longer, and ``"equal_mass_interp"`` is not defined.
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; the grid and the ECE criterion of Komisarenko & Kull 2024
     (arXiv 2408.11598), section 5.
 
     Example:
-        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(10, 1)  # class 0 with probability 0.98, always,
-        >>> labels = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10 rows
+        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(10, 1)  # class 0 with probability 0.98 in every row,
+        >>> labels = torch.tensor([0] * 8 + [1] * 2)  # correct in 8 of 10 rows
         >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
         >>> round(calibrator.temperature_, 4)
         2.8854

@@ -1,4 +1,4 @@
-"""Lower bound of a temperature whose criterion falls all the way to T = 0."""
+"""The lower bound of the temperature if the criterion falls all the way to T = 0."""
 
 import math
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ __all__ = ["describe_bound", "justified_confidence", "succession_bound"]
 
 # Numbers per block that is converted to float64.
 _BLOCK = 1 << 22
-# The bounds are 8 powers of ten apart; this many halvings leave no gap.
+# Number of bisections: the bounds are 8 powers of ten apart, and this many halvings reach rounding.
 _HALVINGS = 60
 
 
 def justified_confidence(n_rows: int, weight: Tensor | None) -> float:
-    """(N + 1) / (N + 2): Laplace's estimate of how often the next row is right, where N of N were.
+    """(N + 1) / (N + 2): Laplace's estimate of the probability that the next row is correct after N of N correct rows.
 
     A row with weight 2 counts as two rows.
     """
@@ -35,7 +35,7 @@ def succession_bound(input: Tensor, gamma: float, input_kind: InputKind, weight:
     Args:
         input: [N, C] of ``input_kind``.
         gamma: gamma of the focal calibration map.
-        weight: [N] float64, what a row counts; None is 1.
+        weight: [N] float64, weight of each row; None is 1.
 
     Source: the rule of succession, Laplace 1774.
     """

@@ -35,10 +35,10 @@ _FEW_ROWS = 300
 class Verdict:
     """The recommended calibrator, the reason, and its cost. ``str()`` has at most three lines of at most 100 columns.
 
-    With ``accept_risk`` it has one line more.
+    With ``accept_risk`` it has one more line.
 
     Attributes:
-        use: the recommended calibrator with its parameters, and its effect on the metrics.
+        use: the recommended calibrator with its parameters and its effect on the metrics.
         because: the evidence of the cross-validation; ``+-`` is half the 95 % interval, 1.96 standard errors of the
             paired difference.
         costs: the cost of the choice, or gain and cost of another choice; empty if neither applies.
@@ -69,7 +69,7 @@ class Verdict:
         """The sentences that do not fit into ``str()``, and the warnings.
 
         Returns:
-            A sentence each.
+            The sentences.
         """
         said = self._lines()[1]
         return tuple(
@@ -90,7 +90,7 @@ class Verdict:
         return tuple(text for text in (f"{start} {self.use}.", self.because, third) if text)
 
     def _lines(self) -> tuple[list[str], list[str]]:
-        """The lines, and the sentences in them: as many as fit."""
+        """The lines, and the sentences in them: as many sentences as fit."""
         use, *others = self._sentences()
         for parts in ((use, *others), (use, *others[1:]), (use, *others[:1])):
             said = [text for text in parts if text]
@@ -103,7 +103,7 @@ class Verdict:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Lines of the text; a number stays on the line of its name."""
+    """The text in lines; a number stays on the line of its name."""
     for joined in ("-> ", " ->", "= ", " =", " +-", "NLL ", "ECE ", "Brier score "):
         text = text.replace(joined, joined.replace(" ", _SPACE))
     return [line.replace(_SPACE, " ") for line in textwrap.wrap(text, _COLUMNS, break_on_hyphens=False)]
@@ -114,7 +114,7 @@ def describe_method(method: str) -> str:
 
 
 def describe_evidence(cross_validation: CrossValidation) -> str:
-    """One sentence: why the rule chose this candidate."""
+    """One sentence: the reason for which the rule chose this candidate."""
     loss = LOSS_NAMES[cross_validation.criterion]
     if cross_validation.folds == 0:
         return f"{cross_validation.n_samples} validation row is too few for cross-validation."
@@ -185,11 +185,11 @@ def sentence(text: str) -> str:
 
 
 def _with_error(value: float, error: float) -> str:
-    """With half of its 95 % interval, and as many digits as that justifies."""
+    """The number +- half of its 95 % interval, with as many digits as the interval justifies."""
     half = _NORMAL_95 * error
     if not 0 < half < math.inf:
         return f"{value:.2g}"
-    digits = max(2, -math.floor(math.log10(half / 2)))  # a half of 0.015 has two figures, one of 0.02 one
+    digits = max(2, -math.floor(math.log10(half / 2)))  # two significant digits for 0.015, one for 0.02
     return f"{value:.{digits}f} +-{half:.{digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""The warning of ``fit``, and the checks behind it: few samples by weight, a result worse than no calibration."""
+"""The warning of ``fit`` and two of its checks: a small sum of weights, and a result worse than no calibration."""
 
 import math
 import sys
@@ -16,7 +16,7 @@ __all__ = ["CalibrationWarning", "few_by_weight", "warn", "worse_than_uncalibrat
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
-# Numbers of a block of rows that are measured together.
+# Number of logits per block of rows.
 _BLOCK = 1 << 18
 
 
@@ -38,7 +38,7 @@ class CalibrationWarning(UserWarning):
 
 
 def warn(name: str, words: Sequence[str]) -> None:
-    """Emits one warning with all sentences; it points to the first line outside this package."""
+    """Emits one warning with all sentences. Its location is the first line outside this package."""
     if not words:
         return
     depth, frame = 2, sys._getframe(1)
@@ -48,7 +48,7 @@ def warn(name: str, words: Sequence[str]) -> None:
 
 
 def few_by_weight(of: FitData) -> list[str]:
-    """A warning if the weights sum to less than a tenth of the rows; for fits that depend on the number of rows."""
+    """A warning if the weights sum to less than a tenth of the rows, for fits that depend on the number of rows."""
     if of.weight is None:
         return []
     total = float(of.weight.sum())
@@ -63,18 +63,18 @@ def few_by_weight(of: FitData) -> list[str]:
 def worse_than_uncalibrated(
     of: FitData, apply: Callable[[Tensor], Tensor], *, by: Sequence[str], input_kind: str, remedy: str
 ) -> list[str]:
-    """Whether calibrated rows are worse than the same rows without calibration.
+    """Sentences if calibration makes the rows of ``fit`` worse.
 
-    Worse is a mean loss that is higher by more than one standard error of the paired difference.
+    Worse means that the mean loss rises by more than one standard error of the paired difference.
 
     Args:
         of: the rows of fit.
-        apply: [n, C] to calibrated log-probabilities.
-        by: the losses to look at, out of ``"nll"`` and ``"brier"``.
-        remedy: what to do where one is worse.
+        apply: maps [n, C] to calibrated log-probabilities.
+        by: the losses to check, ``"nll"`` and/or ``"brier"``.
+        remedy: the remedy that the sentence names.
 
     Returns:
-        No, one or two sentences.
+        At most two sentences.
     """
     input, target, weight = of.input, of.target, of.weight
     rows = max(1, _BLOCK // input.shape[1])
@@ -112,7 +112,7 @@ def worse_than_uncalibrated(
 
 
 def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
-    """[2, n]: NLL and Brier score of every row."""
+    """NLL and Brier score of every row, [2, n]."""
     of_target = log_probs.gather(1, target.unsqueeze(1)).squeeze(1)
     brier = log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
     return torch.stack([-of_target, brier])

@@ -26,9 +26,9 @@ def weighted_grid(
     estimator: str,
     input_kind: InputKind,
 ) -> CalibrationGrid:
-    """:func:`calibration_grid` in which row i counts ``weight[i]`` times; the rest must have been checked.
+    """:func:`calibration_grid` in which row i counts ``weight[i]`` times. The other arguments must have been checked.
 
-    The bins of ``"equal_mass"`` have equal weights, and a row on a cut counts in part on either side.
+    The bins of ``"equal_mass"`` have equal weights; a row on an edge is divided between both bins.
     """
     if estimator == "equal_mass_interp" and "ece" in criteria:
         raise ValueError(
@@ -58,7 +58,7 @@ def weighted_grid(
 
 
 def weighted_ece(confidence: Tensor, correct: Tensor, share: Tensor, n_bins: int, estimator: str) -> float:
-    """The ECE of rows whose shares sum to 1."""
+    """The ECE of weighted rows; the weights ``share`` sum to 1."""
     gap = share * (correct - confidence)
     if estimator == "equal_width":
         edges = torch.arange(1, n_bins, dtype=torch.float64, device=gap.device) / n_bins
@@ -66,7 +66,7 @@ def weighted_ece(confidence: Tensor, correct: Tensor, share: Tensor, n_bins: int
         sums_of_bins = torch.zeros(n_bins, dtype=torch.float64, device=gap.device).scatter_add_(0, index, gap)
         return float(sums_of_bins.abs().sum())
     order = confidence.argsort(stable=True)
-    # The sums up to a share t are linear between rows: a row on a cut is divided.
+    # Cumulative sums are interpolated linearly between rows, which divides a row on an edge.
     up_to = np.concatenate([[0.0], share[order].cumsum(0).cpu().numpy()])
     sums = np.concatenate([[0.0], gap[order].cumsum(0).cpu().numpy()])
     cuts = np.interp(np.arange(n_bins + 1) / n_bins * up_to[-1], up_to, sums)

@@ -163,7 +163,7 @@ def test_bad_floors_are_named(floor, error, words):
         fk.TemperatureScaling(floor=floor).fit(*votes())
     assert words in str(caught.value)
     grid = fk.calibration_grid(torch.zeros(2, 2), torch.tensor([0, 1]), gammas=[0.0], temperatures=[1.0])
-    with pytest.raises(ValueError, match="floor must be 0 where a grid is there already"):
+    with pytest.raises(ValueError, match="floor must be 0 for a grid that is already computed"):
         fk.TemperatureScaling(floor=0.1).choose(grid, n_samples=2, n_classes=2)
 
 

@@ -126,7 +126,7 @@ def test_invalid_batches_are_named():
         spline.fit_batches([(logits, target), (logits[:, :3], target % 3)])
     with pytest.raises(ValueError, match="fit_batches needs at least one row, got none"):
         spline.fit_batches([(logits[:0], target[:0])])
-    with pytest.raises(TypeError, match="target must be integers where rows come in batches, got strings in batch 0"):
+    with pytest.raises(TypeError, match="target must be integer class indices in fit_batches, got strings in batch 0"):
         spline.fit_batches([(logits[:4], ["a", "b", "c", "d"])])
     with pytest.raises(ValueError, match="logits must not be NaN"):
         spline.fit_batches([(logits, target), (logits * float("nan"), target)])
