@@ -26,8 +26,8 @@ class BiasFloor:
     """The calibration error of a perfectly calibrated model with the same confidences.
 
     Attributes:
-        figure: its name.
-        samples: [R] float64 on the CPU, one score per simulated set of labels.
+        figure: name of the calibration error.
+        samples: [R] float64 on the CPU, the error for each simulated set of labels.
 
     Example:
         >>> floor = fk.bootstrap.bias_floor(torch.tensor([[0.8, 0.2]]).repeat(200, 1))["ece_equal_width"]
@@ -46,7 +46,7 @@ class BiasFloor:
         return float(self.samples.mean())
 
     def quantile(self, q: float) -> float:
-        """The score that a fraction ``q`` of the simulated sets does not exceed.
+        """The score that a fraction ``q`` of the simulated scores do not exceed.
 
         Args:
             q: a fraction, in [0, 1].
@@ -60,10 +60,10 @@ class BiasFloor:
         return float(np.quantile(self.samples.numpy(), q))
 
     def p_value(self, observed: float) -> float:
-        """Share of perfectly calibrated models that score ``observed`` or more: (1 + their number) / (1 + R).
+        """The p-value of ``observed`` for a perfectly calibrated model: (1 + number of samples >= observed) / (1 + R).
 
-        Small: ``observed`` is no mere noise, the model is miscalibrated. Not small: the data are compatible with
-        calibration.
+        A small p-value means that the model is miscalibrated. A large one means that the data are compatible with
+        perfect calibration.
 
         Args:
             observed: an error of the same figure, a fraction.
@@ -76,7 +76,7 @@ class BiasFloor:
         return (1 + int((self.samples >= observed).sum())) / (1 + len(self.samples))
 
     def in_words(self, observed: float) -> str:
-        """One sentence on whether ``observed`` is more than noise, for the reader of a table.
+        """One sentence for a report that says whether ``observed`` is more than noise.
 
         Args:
             observed: an error of the same figure, a fraction.
@@ -106,14 +106,14 @@ def bias_floor(
 ) -> dict[str, BiasFloor]:
     r"""The calibration error that a perfectly calibrated model with these confidences would score.
 
-    Labels are drawn from the model's own word, R times, and scored against it: ECE with correct ~
-    Bernoulli(confidence), classwise ECE with label ~ probabilities. The result is due to noise alone. An ECE near it is
-    indistinguishable from 0, and two ECEs near it are indistinguishable by their size.
+    Labels are sampled from the predicted probabilities R times, and the ECE of each sample is computed: correct ~
+    Bernoulli(confidence) for the ECE, label ~ probabilities for the classwise ECE. These errors are noise alone. An ECE
+    near them cannot be distinguished from 0, and two ECEs near them cannot be distinguished from each other.
 
     Args:
         probs: [N, C] probabilities, floating point; rows are renormalised.
-        confidence: [N] in [0, 1], floating point, in place of ``probs``; has no classwise ECE.
-        figures: ECEs from :data:`FIGURES`; by default all that the input has.
+        confidence: [N] in [0, 1], floating point, in place of ``probs``; without classwise ECE.
+        figures: ECEs from :data:`FIGURES`; None is all that the input permits.
         n_bins: M, at least 1.
         n_resamples: R, at least 1.
         seed: random seed of the labels, at least 0. The result does not depend on device and memory.
@@ -178,12 +178,12 @@ def _top_floor(
     n_samples = len(confidence)
     confidence = confidence.sort().values
     chance = confidence.to(torch.float64)
-    # The bins are runs of the sorted rows; they depend on the confidences, not on the labels.
+    # Each bin is a range of the sorted rows, and depends only on the confidences.
     cuts = []
     for figure in figures:
         estimator: Any = figure.removeprefix("ece_")
         count = reliability_bins(confidence=confidence, correct=chance, n_bins=n_bins, estimator=estimator).count
-        # Rows in no bin are the lowest.
+        # Rows in no bin have the lowest confidences.
         cuts.append(torch.nn.functional.pad(count.cumsum(0), (1, 0)) + (n_samples - count.sum()))
     for first, last in chunks(n_resamples, n_samples):
         correct = uniform_draws(n_samples, range(first, last), seed).to(confidence.device) < chance

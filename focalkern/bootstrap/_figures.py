@@ -1,4 +1,4 @@
-"""The figures that can be resampled, and their names in print."""
+"""The metrics ("figures") that can be resampled, and their names in print."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ FIGURES = (
     "ece_equal_mass_interp",
     "classwise_ece_equal_width",
 )
-"""The figures that can be resampled. For confidences without probabilities only accuracy and ECE exist."""
+"""The metrics that can be resampled. For confidences without probabilities: accuracy and ECE only."""
 
 NAMES_IN_WORDS = {
     "accuracy": "accuracy",
@@ -37,7 +37,7 @@ def chosen_figures(op: str, figures: Sequence[str] | None, possible: tuple[str, 
         return possible
     try:
         names = (figures,) if isinstance(figures, str) else tuple(figures)
-    except Exception:  # no iterable; or what its class does there
+    except Exception:  # not iterable, or its class raises something else
         raise TypeError(f"{op}: figures must be a sequence of names, got {short(figures)}") from None
     for name in names:
         if not isinstance(name, str) or name not in possible:

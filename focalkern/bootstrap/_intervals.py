@@ -18,16 +18,16 @@ __all__ = ["METHODS", "Interval", "Method", "PairedBootstrap", "paired_bootstrap
 Method = Literal["symmetric", "basic", "percentile"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
-"""The kinds of interval, by name; the first is the default."""
+"""The names of the interval methods; the first is the default."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and how far it may be off. ``low <= high``; both are NaN where the figure is not finite.
+    """A metric with its interval. ``low <= high``; both are NaN if the metric is not finite.
 
     Attributes:
-        estimate: the metric on the rows without resampling.
-        low, high: the ends of the interval. Under ``"basic"`` the estimate of an ECE may lie above ``high``.
+        estimate: the metric on the original rows.
+        low, high: the ends of the interval. With ``"basic"`` the estimate of an ECE may lie above ``high``.
 
     Example:
         >>> interval = fk.bootstrap.Interval(estimate=-0.02, low=-0.03, high=-0.01)
@@ -47,13 +47,13 @@ class Interval:
 
 @dataclass(frozen=True, eq=False)
 class PairedBootstrap:
-    """The result of :func:`paired_bootstrap` for K calibrators, F figures and R resamples.
+    """The result of :func:`paired_bootstrap` for K calibrators, F metrics and R resamples.
 
     Attributes:
         names: K names of calibrators.
-        figures: F names out of :data:`FIGURES`.
-        estimates: [K, F] float64 on the CPU, the figures on the rows as they are.
-        replicates: [K, F, R] float64 on the CPU, the figures on each resample; resample r is the same rows for every
+        figures: F names of metrics from :data:`FIGURES`.
+        estimates: [K, F] float64 on the CPU, the metrics on the original rows.
+        replicates: [K, F, R] float64 on the CPU, the metrics on each resample; resample r has the same rows for every
             calibrator.
         n_samples, n_bins, level, method, seed: the arguments of the call.
 
@@ -85,7 +85,7 @@ class PairedBootstrap:
         return self.replicates.shape[-1]
 
     def interval(self, name: str, figure: str) -> Interval:
-        """The interval of one calibrator's figure. Ends that no figure can have (an ECE below 0) are cut.
+        """The interval of a metric of one calibrator, clipped to the range of the metric (an ECE is at least 0).
 
         Args:
             name: one of ``names``.
@@ -103,7 +103,7 @@ class PairedBootstrap:
         return Interval(found.estimate, *(min(max(end, 0.0), highest) for end in (found.low, found.high)))
 
     def difference(self, name: str, other: str, figure: str) -> Interval:
-        """The interval of (figure of ``name``) - (figure of ``other``), over the same resamples.
+        """The interval of (metric of ``name``) - (metric of ``other``), over the same resamples.
 
         Args:
             name, other: two of ``names``.
@@ -124,8 +124,9 @@ class PairedBootstrap:
     def wins(self, name: str, other: str, figure: str) -> bool:
         """Whether ``name`` is better than ``other``: the interval of the difference excludes 0.
 
-        Better is higher for accuracy and lower for everything else. One pair and one figure at a time: among many,
-        one in 1 / (1 - level) excludes 0 by chance. Ask for a higher ``level`` where many are compared.
+        Better means higher for accuracy and lower for all other metrics. The level holds for one pair and one metric:
+        of many comparisons without a true difference, about the fraction 1 - level exclude 0 by chance. Use a higher
+        ``level`` for many comparisons.
 
         Args:
             name, other: two of ``names``.
@@ -141,7 +142,7 @@ class PairedBootstrap:
         return difference.low > 0 if figure in HIGHER_IS_BETTER else difference.high < 0
 
     def in_words(self, name: str, other: str, figure: str) -> str:
-        """One sentence on whether ``name`` and ``other`` differ in a figure, for the reader of a table.
+        """One sentence for a report that says whether ``name`` and ``other`` differ in a metric.
 
         Args:
             name, other: two of ``names``.
@@ -206,47 +207,48 @@ def paired_bootstrap(
     seed: int = 0,
     progress: bool | None = None,
 ) -> PairedBootstrap:
-    r"""Intervals for every figure of every calibrator, and for the differences between them.
+    r"""Intervals for every metric of every calibrator, and for the differences between calibrators.
 
-    Resample r draws N rows with replacement; a figure is computed on those rows as :mod:`focalkern.metrics` would,
-    which gives the replicates that :class:`PairedBootstrap` makes intervals of. The resamples depend on N and ``seed``
-    only: they are the same for every calibrator, device, and amount of memory.
+    Resample r draws N rows with replacement. The metrics of :mod:`focalkern.metrics` on those rows are the replicates
+    from which :class:`PairedBootstrap` computes intervals. The resamples depend only on N and ``seed``: they are the
+    same for every calibrator, device, and amount of memory.
 
     The correctness of a sample is given as in :mod:`focalkern.metrics`: by ``probs`` and ``target``; or by ``probs``,
-    ``target`` and ``correct``, where the argmax of the logits decided (a saturated row may tie); or, without
-    probabilities, by ``confidence`` and ``correct``, which have no NLL, Brier score and classwise ECE.
+    ``target`` and ``correct``, if the argmax of the logits decides (the probabilities of a saturated row may tie); or,
+    without probabilities, by ``confidence`` and ``correct``, without NLL, Brier score and classwise ECE.
 
-    Memory: the per-row numbers and a few times 32 MiB. The classwise ECE also needs two copies of one calibrator's
-    probabilities in float64. It accesses each item of the mapping once and drops it before the next, so a mapping that
-    computes its items on access never holds all of them in memory.
+    Memory: the numbers per row and a few times 32 MiB. The classwise ECE also needs two float64 copies of the
+    probabilities of one calibrator. Each item of the mapping is accessed once and released before the next, so a
+    mapping that computes its items on access never holds all of them in memory.
 
     Args:
         probs: {name: [N, C] probabilities}, floating point, or log-probabilities with ``log=True``.
         target: [N] class indices, integer.
-        log: what ``probs`` holds.
+        log: whether ``probs`` holds log-probabilities.
         confidence: {name: [N] in [0, 1]}, floating point, in place of ``probs``.
-        correct: [N], bool or numbers in [0, 1], or {name: [N]} where calibrators change the predicted class.
-        figures: from :data:`FIGURES`; by default all that the inputs have.
+        correct: [N], bool or numbers in [0, 1]; or {name: [N]} if calibrators change the predicted class.
+        figures: metrics from :data:`FIGURES`; None is all that the inputs permit.
         n_bins: M of every calibration error, at least 1.
-        n_resamples: R, at least 1; a few hundred for a look, 1000 or more for a table.
+        n_resamples: R, at least 1; a few hundred for exploration, 1000 or more for publication.
         level: confidence level of the intervals, in (0, 1).
         method: ``"symmetric"``, ``"basic"`` or ``"percentile"``; see the top of this module.
         seed: random seed of the resamples, at least 0.
-        progress: a tqdm bar on stderr: True, False, or None for one after two seconds where stderr is a terminal.
+        progress: a tqdm bar on stderr: True shows it, False does not, None shows it after two seconds if stderr is a
+            terminal.
 
     Returns:
-        :class:`PairedBootstrap`. Every figure and interval is NaN for N = 0.
+        :class:`PairedBootstrap`. Every metric and interval is NaN for N = 0.
 
     Raises:
         TypeError: dtype or kind of an argument.
-        ValueError: shape, value or option of an argument; a figure that the inputs do not have.
+        ValueError: shape, value or option of an argument; a metric that the inputs do not permit.
         IndexError: a target outside [0, C).
 
     Source: Efron & Tibshirani 1993, "An Introduction to the Bootstrap"; see the top of this module.
 
     Example:
         >>> logits = torch.tensor([[4.0, 0.0]]).repeat(200, 1)
-        >>> target = (torch.arange(200) >= 160).long()  # right in 160 of 200 rows
+        >>> target = (torch.arange(200) >= 160).long()  # correct in 160 of 200 rows
         >>> probs = {"as it is": logits.softmax(-1), "T = 2.9": (logits / 2.9).softmax(-1)}
         >>> found = fk.bootstrap.paired_bootstrap(probs, target, n_resamples=200)
         >>> found.wins("T = 2.9", "as it is", "nll")

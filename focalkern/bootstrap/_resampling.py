@@ -1,4 +1,4 @@
-"""Sums over weighted rows: the figures of many resamples at once."""
+"""Sums over weighted rows: the metrics of many resamples at once."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,13 @@ from focalkern.metrics._inputs import confidence_and_correct, probs_and_target
 
 __all__ = ["ClasswiseSums", "ResampledRows", "chunks", "prefix_sums", "resample_weights", "uniform_draws"]
 
-# Weights of rows that are in memory at once; the work space is a few times as many float64 numbers.
+# Number of row weights in memory at once; the work space is a few times as many float64 values.
 _CHUNK = 1 << 22
 
 
 def chunks(n_resamples: int, width: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of the resamples that are in memory together; ``width`` is the size of the work space of one
-    resample, in numbers."""
+    """Ranges [first, last) of resamples that are in memory together. ``width`` is the work space of one resample, in
+    float64 values."""
     size = max(1, _CHUNK // max(1, width))
     for first in range(0, n_resamples, size):
         yield first, min(first + size, n_resamples)
@@ -83,7 +83,7 @@ class ResampledRows:
         self.n_bins = n_bins
         self.n_samples = len(top)
         self.device = top.device
-        # One infinite term makes an infinite mean, where it is drawn; 0 * inf must not make a NaN where it is not.
+        # The mean is infinite if a row with an infinite term is drawn. If it is not drawn, 0 * inf must not be NaN.
         columns = torch.stack(list(per_row.values()), 1) if per_row else top.new_empty(len(top), 0, dtype=torch.float64)
         infinite = columns == math.inf
         self.columns = torch.where(infinite, 0.0, columns)
@@ -94,11 +94,11 @@ class ResampledRows:
 
     @property
     def width(self) -> int:
-        """Size of the work space per resample, in numbers, up to a small factor."""
+        """Size of the work space per resample, in float64 values, up to a small factor."""
         return max(self.n_samples, self.classwise.width if self.classwise else 0)
 
     def figures_of(self, weights: Tensor) -> Tensor:
-        """[F, R]: the figures with row i taken weights[r, i] times; weights is [R, N] float64 and sums to N."""
+        """The metrics [F, R] with row i counted weights[r, i] times; weights is [R, N] float64, each row sums to N."""
         if self.n_samples == 0:
             return weights.new_full((len(self.figures), len(weights)), math.nan)
         found: dict[str, Tensor] = {}
@@ -107,7 +107,7 @@ class ResampledRows:
             means = torch.where(weights @ self.infinite > 0, math.inf, means)
         found.update(zip(self.names, means.unbind(1), strict=True))
         if any(figure.startswith("ece_") for figure in self.figures):
-            # Row i of the sorted confidences fills the places count[:, i] to count[:, i + 1] of the sorted resample.
+            # Row i of the sorted confidences has the places count[:, i] to count[:, i + 1] in the sorted resample.
             ordered = weights[:, self.order]
             count = prefix_sums(ordered)
             gap = prefix_sums(ordered.mul_(self.gap))
@@ -119,7 +119,7 @@ class ResampledRows:
             found[CLASSWISE] = self.classwise.error(weights)
         return torch.stack([found[figure] for figure in self.figures])
 
-    # Each returns the sum of correct - confidence up to every cut between bins, [R, M + 1].
+    # Each function returns the sum of correct - confidence up to every edge between bins, [R, M + 1].
 
     def _equal_width(self, count: Tensor, gap: Tensor) -> Tensor:
         edges = equal_width_edges(self.sorted, self.n_bins)[1:-1]
@@ -131,7 +131,7 @@ class ResampledRows:
         places = torch.arange(self.n_bins + 1, device=self.device)
         places = (places * size + places.clamp(max=larger)).to(torch.float64)
         row = self._row_at(places, count)
-        # A cut may fall among the copies of one row.
+        # An edge may fall between the copies of one row.
         inside = (places - count.gather(1, row)) * torch.nn.functional.pad(self.gap, (0, 1))[row]
         return gap.gather(1, row) + inside
 
@@ -151,8 +151,8 @@ class ResampledRows:
 class ClasswiseSums:
     """Classwise ECE, equal width, of weighted rows.
 
-    Most of the N * C probabilities are in the first bin. Only the others are scattered into their bins; the first bin
-    of a class is the rest of the class's sum, which is a product of matrices.
+    Most of the N * C probabilities are in the first bin. Only the others are scattered into their bins. The first bin
+    of a class is the sum of the class, by a matrix product, minus the other bins.
     """
 
     def __init__(self, probs: Tensor, residual: Tensor, n_bins: int) -> None:
@@ -186,9 +186,9 @@ def prefix_sums(values: Tensor) -> Tensor:
 
 
 def resample_weights(n_samples: int, resamples: range, seed: int) -> Tensor:
-    """[R, N] float64 on the CPU: how often each row is in each resample.
+    """[R, N] float64 on the CPU: the number of times that each row is in each resample.
 
-    Every resample has its own random stream, so it does not depend on the other resamples of its block.
+    Every resample has its own random stream, so it does not depend on the division into blocks.
     """
     result = torch.zeros(len(resamples), n_samples, dtype=torch.float64)
     if n_samples:

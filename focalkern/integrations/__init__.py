@@ -1,1 +1,1 @@
-"""focalkern in the shapes of other libraries. Each module needs the library it is named after."""
+"""focalkern with the interfaces of other libraries. Each module needs the library of its name."""

@@ -10,10 +10,11 @@ __all__ = ["RayExecutor"]
 
 
 class RayExecutor(Executor):
-    """Every call is a task of Ray, which runs it again where a worker or a machine is lost.
+    """An executor whose calls are tasks of Ray. Ray runs a task again if its worker or machine is lost.
 
     Args:
-        **options: of ``ray.remote``: ``num_cpus=1``, ``max_retries=3``, ``memory=2e9``, ``runtime_env={...}``.
+        **options: options of ``ray.remote``, such as ``num_cpus=1``, ``max_retries=3``, ``memory=2e9``,
+            ``runtime_env={...}``.
 
     Example:
         >>> import ray  # doctest: +SKIP
@@ -29,13 +30,13 @@ class RayExecutor(Executor):
         """Run a function on Ray.
 
         Args:
-            fn, *args, **kwargs: anything that pickle takes.
+            fn, *args, **kwargs: function and arguments that can be pickled.
 
         Returns:
             A future. Cancelling it cancels the task.
 
         Raises:
-            RuntimeError: Ray is not there.
+            RuntimeError: Ray is not running.
         """
         reference = self._remote.remote(fn, *args, **kwargs)
         future: Future[Any] = reference.future()

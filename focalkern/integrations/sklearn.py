@@ -25,37 +25,38 @@ from focalkern.calibrators._warnings import warn
 
 __all__ = ["CalibratedClassifier"]
 
-# Outputs of classifiers, in the order of preference. Logarithms of probabilities are logits.
+# Methods of classifiers whose output is used, in order of preference. Log-probabilities are logits.
 _RESPONSES = ("decision_function", "predict_log_proba", "predict_proba")
 
 
 class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
     """A classifier whose probabilities are calibrated on rows that it was not fitted on.
 
-    It is scikit-learn's ``CalibratedClassifierCV`` for the calibrators of this library. ``fit`` takes the logits of
-    every row from a copy of the classifier that was fitted on the other folds, fits the calibrator to them, and the
-    classifier to all rows. Logits are the decision function, or else the logarithms of the probabilities.
+    It is scikit-learn's ``CalibratedClassifierCV`` for the calibrators of this library. ``fit`` computes the logits of
+    every row with a copy of the classifier fitted on the other folds, fits the calibrator on these logits, and fits the
+    classifier on all rows. Logits are the decision function, or else the logarithms of the probabilities.
 
     Args:
-        estimator: a classifier with ``decision_function``, ``predict_log_proba`` or ``predict_proba``. In a
-            ``sklearn.frozen.FrozenEstimator`` it stays as it is, and all rows calibrate it.
-        calibrator: anything with ``fit(logits, labels)`` and ``predict_proba(logits)``: labels are indices of classes,
-            logits [N, C], or [N], of the second class, where the decision function of two classes is one number. With
-            ``input_kind="probs"`` it is given ``predict_proba``. None is :class:`focalkern.TemperatureScaling`.
-        cv: folds: a number, a splitter, or an iterable of pairs of indices, as scikit-learn takes it. A number is
-            reduced to the rows of the rarest class, with a warning.
+        estimator: a classifier with ``decision_function``, ``predict_log_proba`` or ``predict_proba``. A
+            ``sklearn.frozen.FrozenEstimator`` is not fitted again, and all rows are used for calibration.
+        calibrator: an object with ``fit(logits, labels)`` and ``predict_proba(logits)``. Labels are class indices;
+            logits are [N, C], or [N] for the second class if the decision function of two classes is one number. A
+            calibrator with ``input_kind="probs"`` gets ``predict_proba``. None is
+            :class:`focalkern.TemperatureScaling`.
+        cv: the folds, as in scikit-learn: a number, a splitter, or an iterable of pairs of index arrays. A number
+            above the number of rows of the rarest class is reduced to it, with a warning.
         ensemble: keep the classifier and the calibrator of each fold and average their probabilities, in place of one
             classifier and one calibrator.
 
-    After ``fit`` there are ``classes_``, ``calibrated_`` (pairs of a classifier and its calibrator), without
-    ``ensemble`` also ``estimator_`` and ``calibrator_``, and ``n_features_in_`` where the classifier has it.
+    ``fit`` sets ``classes_``, ``calibrated_`` (pairs of a classifier and its calibrator), without ``ensemble`` also
+    ``estimator_`` and ``calibrator_``, and ``n_features_in_`` if the classifier has it.
 
     Source: Platt 1999; Niculescu-Mizil & Caruana, ICML 2005; the interface is scikit-learn's.
 
     Example:
         >>> from sklearn.naive_bayes import GaussianNB
         >>> X, y = np.arange(40.0).reshape(-1, 1) % 20, np.arange(40) % 20 > 8
-        >>> y[[3, 17, 23, 37]] ^= True  # a few labels are wrong
+        >>> y[[3, 17, 23, 37]] ^= True  # four labels are wrong
         >>> classifier = fk.CalibratedClassifier(GaussianNB()).fit(X, y)
         >>> print(classifier.predict(X[:2]), classifier.predict_proba(X[:1]).round(2))
         [False False] [[0.87 0.13]]
@@ -73,10 +74,10 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         """Fit the classifier and its calibrator.
 
         Args:
-            X: rows, as the classifier takes them.
+            X: rows in a form that the classifier accepts.
             y: [N] labels.
-            sample_weight: [N], for the classifier and the calibrator, or for the one of them that accepts it.
-            **fit_params: for the classifier.
+            sample_weight: [N], passed to the classifier and the calibrator, if they accept it.
+            **fit_params: passed to the ``fit`` of the classifier.
 
         Returns:
             The classifier itself.
@@ -85,8 +86,8 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             CalibrationWarning: as the calibrator's ``fit``.
 
         Raises:
-            ValueError: one class only; a class with one row; fewer rows of a class than a splitter has folds; what the
-                classifier and the calibrator raise.
+            ValueError: only one class; a class with one row; fewer rows of a class than a splitter has folds; errors of
+                the classifier and the calibrator.
         """
         name = type(self).__name__
         if y is None:
@@ -173,14 +174,14 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         """Calibrated probabilities.
 
         Args:
-            X: rows, as the classifier takes them.
+            X: rows in a form that the classifier accepts.
 
         Returns:
             [N, C] array, in the order of ``classes_``.
 
         Raises:
-            NotFittedError: ``fit`` did not come before.
-            ValueError: what the classifier raises.
+            NotFittedError: call ``fit`` first.
+            ValueError: errors of the classifier.
         """
         check_is_fitted(self)
         if hasattr(self, "n_features_in_"):
@@ -195,10 +196,10 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         """The logarithms of :meth:`predict_proba`.
 
         Args:
-            X: rows, as the classifier takes them.
+            X: rows in a form that the classifier accepts.
 
         Returns:
-            [N, C] array.
+            [N, C] array, in the order of ``classes_``.
 
         Raises:
             NotFittedError, ValueError: as :meth:`predict_proba`.
@@ -210,11 +211,11 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         """The most probable class of each row.
 
         Args:
-            X: rows, as the classifier takes them.
+            X: rows in a form that the classifier accepts.
 
         Returns:
-            [N] array of labels, out of ``classes_``: the predictions of the classifier itself where there is one
-            (``ensemble=False``) and the calibrator keeps the order of the classes, such as temperature scaling.
+            [N] array of labels from ``classes_``. With ``ensemble=False`` and a calibrator that keeps the order of the
+            classes, such as temperature scaling, they are the predictions of the classifier itself.
 
         Raises:
             NotFittedError, ValueError: as :meth:`predict_proba`.
@@ -222,7 +223,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         check_is_fitted(self)
         if len(self.calibrated_) == 1:
             classifier, calibrator = self.calibrated_[0]
-            # Rounding may make a tie of two probabilities, which the classifier has told apart.
+            # Rounding may make two probabilities equal that differ in the classifier, so use its predictions.
             if isinstance(calibrator, Calibrator) and calibrator._keeps_predictions():
                 return self.classes_[np.searchsorted(self.classes_, classifier.predict(X))]
         return self.classes_[self.predict_proba(X).argmax(1)]
@@ -258,12 +259,12 @@ def _response(estimator: Any, calibrator: Any) -> str:
 
 
 def _logits(classifier: Any, X: Any, response: str, classes: Any) -> np.ndarray[Any, Any]:
-    """[N, C], or [N], in the order of all classes; those that the classifier has not seen are the least probable."""
-    with np.errstate(divide="ignore"):  # of probabilities of 0
+    """Logits [N, C] or [N], in the order of all classes. Classes that the classifier lacks are least probable."""
+    with np.errstate(divide="ignore"):  # log 0 for probabilities of 0
         found = np.asarray(getattr(classifier, response)(X))
     if not np.issubdtype(found.dtype, np.floating):
         found = found.astype(np.float64)
-    # A probability of 0 becomes a little, so that a mistake is not infinitely bad.
+    # Replace probabilities of 0 by small ones, so that the NLL stays finite.
     little = np.finfo(found.dtype).eps
     if response == "predict_log_proba":
         found = np.logaddexp(found, np.log(little))

@@ -1,13 +1,13 @@
-"""The calibration figures as ``torchmetrics.Metric``: updated batch by batch, synchronised between processes.
+"""The calibration metrics as ``torchmetrics.Metric``: updated batch by batch, synchronised between processes.
 
-They compute what :mod:`focalkern.metrics` does, on all batches together, and work where a Metric works: in a
-``MetricCollection``, under Lightning's ``self.log``, with ``torch.distributed``. Input is ``[N, C]`` or
-``[N, C, d1, ...]``, class scores in dimension 1, with targets ``[N]`` or ``[N, d1, ...]``; ``input_kind`` says whether
-the scores are logits or probabilities; it is not inferred. Sums are float64. A metric that has seen no row computes
-NaN.
+The results equal those of :mod:`focalkern.metrics` on all batches together. The metrics work in a
+``MetricCollection``, with Lightning's ``self.log`` and with ``torch.distributed``. Input is ``[N, C]`` or
+``[N, C, d1, ...]``, class scores in dimension 1, with targets ``[N]`` or ``[N, d1, ...]``. ``input_kind`` states
+whether the scores are logits or probabilities; it is not inferred. Sums are float64. Without any row, ``compute``
+returns NaN.
 
-Memory: with ``equal_width`` bins only their sums are kept, however many rows there are. Equal-mass bins depend on all
-rows, so the confidences (for the classwise error, the probabilities) of all of them are.
+Memory: with ``equal_width`` bins only sums per bin are kept, for any number of rows. Equal-mass bins depend on all
+rows, so all confidences (for the classwise error, all probabilities) are kept.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ _INPUT_KINDS = ("probs", "logits")
 
 
 class _FocalkernMetric(Metric):
-    """Base of the four metrics: checks, and rows of any shape."""
+    """Base of the four metrics: checks, and the conversion of inputs of any shape to rows."""
 
     is_differentiable = False
     higher_is_better = False
@@ -65,7 +65,7 @@ class _FocalkernMetric(Metric):
         return value
 
     def _rows(self, preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores [rows, C] and targets [rows] without those that are ignored."""
+        """Scores [rows, C] and targets [rows] without ignored rows."""
         op = type(self).__name__
         if preds.dim() < 2:
             raise ValueError(f"{op}: preds must be [N, C, ...], got shape {list(preds.shape)}")
@@ -82,7 +82,7 @@ class _FocalkernMetric(Metric):
         return scores.to(torch.float64).log_softmax(-1)
 
     def _probs(self, scores: Tensor) -> Tensor:
-        """Probabilities: those that were given, or the softmax, in float32 at least."""
+        """The given probabilities, or the softmax of logits, in at least float32."""
         if self.input_kind == "probs":
             return scores
         return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
@@ -97,7 +97,7 @@ class CalibrationError(_FocalkernMetric):
         error: ``"expected"``, ``"maximum"``, ``"rms"`` or ``"debiased"`` (l2).
         input_kind: ``"probs"`` or ``"logits"``; logits go through a softmax.
         ignore_index: label of ignored rows.
-        **kwargs: of ``torchmetrics.Metric``.
+        **kwargs: arguments of ``torchmetrics.Metric``.
 
     ``compute`` returns a float64 0-dim tensor, a fraction; NaN without rows.
 
@@ -164,7 +164,7 @@ class CalibrationError(_FocalkernMetric):
             self.correct.append(correct)
 
     def bins(self) -> metrics.ReliabilityBins:
-        """The bins so far, for a reliability diagram; of this process only.
+        """The bins of the batches so far on this process, for a reliability diagram.
 
         Returns:
             :class:`focalkern.metrics.ReliabilityBins`.
@@ -311,7 +311,7 @@ class NegativeLogLikelihood(_Mean):
     Args:
         input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
 
-    ``compute`` returns a float64 0-dim tensor; infinite when a target has had probability 0, NaN without rows.
+    ``compute`` returns a float64 0-dim tensor, in nats; infinite if a target had probability 0, NaN without rows.
 
     Example:
         >>> from focalkern.integrations.torchmetrics import NegativeLogLikelihood
@@ -377,5 +377,5 @@ def _bins_from_sums(metric: Any, n_samples: int) -> metrics.ReliabilityBins:
 
 
 def _parts(state: Any) -> int:
-    """Batches in a list state, which is one tensor once processes have been synchronised."""
+    """The batches of a list state, which becomes one tensor when processes are synchronised."""
     return 1 if isinstance(state, Tensor) else len(state)

@@ -31,7 +31,7 @@ _ROW = (
     "ForVideoClassification",
     "ForAudioClassification",
 )
-# Some models apply these to the logits after their head; with linear=True they would meet the features instead.
+# Settings by which some models change the logits after their head. With linear=True they would change the features.
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -48,17 +48,17 @@ def use_focal_loss(
 
     .. math:: L = -\frac{1}{n} \sum_i (1 - p_i)^\gamma \log p_i
 
-    over the targets that are not -100; n is their number, or ``num_items_in_batch`` where ``Trainer`` hands it over.
-    Language models predict the next token, as with their own loss. Several labels per row
-    (``config.problem_type="multi_label_classification"``) take the sigmoid focal loss. Some models (BERT) compute their
-    loss without ``loss_function``; a forward hook then replaces ``outputs.loss``.
+    over the targets that are not -100; n is their number, or ``num_items_in_batch`` if ``Trainer`` passes it. Language
+    models predict the next token, as with their own loss. For several labels per row
+    (``config.problem_type="multi_label_classification"``) the loss is the sigmoid focal loss. Some models (BERT)
+    compute their loss without ``loss_function``; then a forward hook replaces ``outputs.loss``.
 
     Args:
         model: a model for causal or masked language modelling, or for the classification of rows or tokens.
         gamma: as :class:`focalkern.FocalLoss`; 0 is cross-entropy. For several labels per row: a number >= 0.
-        linear: fuse the output head with the loss (:func:`focalkern.linear_focal_loss`), for language models. Logits
-            are never made while the model is in training mode and labels are given, and ``outputs.logits`` are the
-            features then. Evaluation and generation are as before.
+        linear: fuse the output head with the loss (:func:`focalkern.linear_focal_loss`), for language models. In
+            training mode with labels, the model then does not compute logits, and ``outputs.logits`` holds the
+            features. Evaluation and generation do not change.
         label_smoothing: in [0, 1]; not for several labels per row.
         detach_modulation: treat the factor as a constant in the gradient; not for several labels per row.
         modulation: None, or "confidence": p^gamma instead of (1 - p)^gamma; not for several labels per row. With
@@ -70,7 +70,7 @@ def use_focal_loss(
     Raises:
         TypeError: the model has no ``loss_function`` that can be set, or no output embeddings for ``linear``.
         ValueError: the model's loss is of another kind; an option outside its domain; ``linear`` for a model that
-            changes its logits after the head, or that is no language model.
+            changes its logits after the head, or is not a language model.
 
     Source: Mukhoti et al. 2020 (arXiv 2002.09437).
 
@@ -150,7 +150,7 @@ def use_focal_loss(
 
 
 class _FeaturesInTraining:
-    """Makes the output head of a model hand on its input while the model is called in training mode with labels."""
+    """Makes the output head of a model return its input while the model is called in training mode with labels."""
 
     def __init__(self, model: Any, undo: contextlib.ExitStack) -> None:
         op = "use_focal_loss"
@@ -181,7 +181,7 @@ class _FeaturesInTraining:
 
 
 def _logits_and_labels(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Finds the arguments in the calling conventions of models: by keyword, or by position and type."""
+    """The logits and labels in a model's call of its loss: by keyword, or by position and type."""
     names = ("labels", "logits") if kind in _ROW else ("logits", "labels")
     given = dict(zip(names, args, strict=False)) | kwargs
     logits = given["pooled_logits"] if given.get("pooled_logits") is not None else given["logits"]
@@ -210,15 +210,15 @@ def _restore(model: Any, before: Callable[..., Tensor] | None) -> None:
 class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     """Calibration at each evaluation of a ``Trainer``: ``eval_nll``, ``eval_ece`` and ``eval_temperature``.
 
-    The callback reads the logits of the evaluation's own forward passes. It adds the numbers to what
-    ``trainer.evaluate()`` returns and to the last entry of ``trainer.state.log_history``: the mean negative
-    log-likelihood in nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature
-    above 1 means that the model is over-confident.
+    The callback reads the logits of the evaluation's forward passes. It adds three numbers to the result of
+    ``trainer.evaluate()`` and to the last entry of ``trainer.state.log_history``: the mean negative log-likelihood in
+    nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature above 1 means
+    that the model is over-confident.
 
     Args:
         n_bins: bins of the ECE.
-        max_samples: number of targets that are kept for the numbers, the first ones of the evaluation. For language
-            models a target is a token, and its logits take 4 C bytes.
+        max_samples: number of targets whose logits are kept, the first ones of the evaluation. For language models a
+            target is a token, and its logits take 4 C bytes.
 
     Raises:
         TypeError, ValueError: ``n_bins`` or ``max_samples`` is not a positive integer.

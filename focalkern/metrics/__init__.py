@@ -12,10 +12,10 @@ differ by more than the effects that papers compare with them:
     Edges interpolated between the sorted confidences, ``interp(linspace(0, N, M + 1), arange(N), sorted)``, bins
     (lo, hi]. The lowest sample falls in no bin, as in the published AdaECE code of Mukhoti et al. 2020.
 
-The names in other libraries, where the rows tie nowhere and lie on no edge (``p`` probabilities, ``y`` labels):
+Equivalents in other libraries, for confidences without ties that lie on no edge (``p`` probabilities, ``y`` labels):
 
 =======================================================  =============================================================
-there                                                    here
+other library                                            focalkern
 =======================================================  =============================================================
 torchmetrics ``MulticlassCalibrationError(C, norm="l1",  ``expected_calibration_error(p, y)``; ``norm="l2"`` is
 n_bins=15)``                                             ``rms_``, ``"max"`` is ``maximum_calibration_error``. Its
@@ -26,12 +26,12 @@ netcal ``ECE(15).measure(p, y)``                         ``expected_calibration_
                                                          last [lo, hi]. Two classes are measured on the second:
                                                          ``confidence=p[:, 1], correct=y`` here.
 netcal ``ACE(15).measure(p, y)``                         ``reliability_bins(p, y).gap.abs().nanmean(-1)``: every bin
-                                                         counts the same, whatever is in it
+                                                         has the same weight
 netcal ``ECE(15, equal_intervals=False)``                ``estimator="equal_mass"`` if N is a multiple of 15
 scikit-learn ``calibration_curve(correct, confidence,    ``accuracy`` and ``confidence`` of ``reliability_bins``, less
 n_bins=15)``                                             the empty bins; ``strategy="quantile"`` is ``"equal_mass"`` if
-                                                         N is a multiple of 15, else a cut may be some rows elsewhere
-relplot ``smECE(confidence, correct)``                   ``smooth_calibration_error`` within 0.002, where no row is
+                                                         N is a multiple of 15, else edges may differ by some rows
+relplot ``smECE(confidence, correct)``                   ``smooth_calibration_error`` within 0.002, if no row is
                                                          within 0.001 of 0 or 1: relplot counts those as half a row
 uncertainty-calibration ``get_ece``, ``get_ece_em``      ``expected_calibration_error`` with ``"equal_width"``,
                                                          ``"equal_mass"``; ``mode="marginal"`` is classwise
@@ -39,20 +39,21 @@ uncertainty-calibration ``lower_bound_scaling_top_ce``   ``debiased_calibration_
 Mukhoti et al. ``ECELoss``, ``AdaptiveECELoss``,         ``expected_calibration_error``, the same with
 ``ClasswiseECELoss`` (on logits)                         ``"equal_mass_interp"``, ``classwise_calibration_error``
 MONAI ``CalibrationErrorMetric(num_bins=15)``            ``classwise_calibration_error(p, y, per="image")``. Its
-                                                         bins are [lo, hi), and all of it is float32.
+                                                         bins are [lo, hi), and it computes in float32.
 scikit-learn ``log_loss``, ``brier_score_loss``          ``nll`` (which does not replace a probability of 0), half of
                                                          ``brier_score`` for two classes
 =======================================================  =============================================================
 
-Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy makes an array of. If no input is a tensor,
-the results are NumPy's, too: arrays, and ``numpy.float64`` for a single figure. Sums run in float64. The rows are the
-last dimension but one of ``probs`` and the last of everything else; dimensions before that are a batch of independent
-sets (bootstrap replicates, say), and results have the batch's shape. No metric is differentiable.
+Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy converts to an array. If no input is a
+tensor, the results are NumPy's too: arrays, and ``numpy.float64`` for a single number. Sums are float64. Rows are the
+second-last dimension of ``probs`` and the last dimension of all other inputs. Dimensions before that are a batch of
+independent sets (for example bootstrap replicates), and results have the shape of the batch. No metric is
+differentiable.
 
-Predictions of pixels are rows too: with ``target`` [N, d1, ...], ``probs`` are [N, C, d1, ...] and the metric equals,
-to the bit, the metric of the flattened rows without the rows labelled ``ignore_index``. ``per="image"`` is the mean
-over the N images, less those without such rows. The shape of ``target`` distinguishes pixels from a batch of sets;
-shapes that fit as both are an error.
+Predictions of pixels are rows too: with ``target`` [N, d1, ...], ``probs`` are [N, C, d1, ...], and the metric equals,
+to the bit, the metric of the flattened rows without the rows labelled ``ignore_index``. ``per="image"`` is the mean of
+the metrics of the N images, without images whose pixels are all ignored. The shape of ``target`` distinguishes pixels
+from a batch of sets; shapes that fit both raise an error.
 """
 
 from focalkern.metrics._bins import ReliabilityBins, reliability_bins

@@ -27,15 +27,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """Counts and means of each confidence bin. Shapes are [..., M] for M bins; "..." is the batch, usually nothing.
+    """Counts and means of each confidence bin. Shapes are [..., M] for M bins; "..." is the batch, usually empty.
 
     Attributes:
-        lower, upper: float64, the cuts of the bin (``equal_width``, ``equal_mass_interp``), or its smallest and
+        lower, upper: float64, the edges of the bin (``equal_width``, ``equal_mass_interp``), or its smallest and
             largest confidence (``equal_mass``, NaN for an empty bin).
-        count: int64, samples in the bin.
-        confidence: float64, their mean confidence, NaN for an empty bin.
-        accuracy: float64, the fraction of them that is correct, NaN for an empty bin.
-        n_samples: N, all samples, in a bin or not.
+        count: int64, number of samples in the bin.
+        confidence: float64, mean confidence of these samples, NaN for an empty bin.
+        accuracy: float64, fraction of these samples that is correct, NaN for an empty bin.
+        n_samples: N, the number of all samples, including samples in no bin.
         estimator: name of the binning.
 
     Example:
@@ -62,13 +62,13 @@ class ReliabilityBins:
 
     @property
     def gap(self) -> Tensor:
-        """accuracy - confidence, float64 [..., M]: negative where the bin is over-confident, NaN where it is empty."""
+        """accuracy - confidence, float64 [..., M]: negative for an over-confident bin, NaN for an empty bin."""
         return self.accuracy - self.confidence
 
     @property
     def weight(self) -> Tensor:
         """count / N, float64 [..., M]; NaN for N = 0."""
-        count: Any = self.count  # an array for arrays
+        count: Any = self.count  # NumPy arrays give a NumPy array
         return (count.to(torch.float64) if isinstance(count, Tensor) else count) / (self.n_samples or math.nan)
 
 
@@ -138,7 +138,7 @@ def bins_of(op: str, rows: Rows, n_bins: int, estimator: Estimator) -> Reliabili
     n_samples = confidence.shape[-1]
     device = confidence.device
     if estimator == "equal_mass":
-        # Sorting moves the samples themselves, so the bin of a sample is a matter of its place only.
+        # The sort moves confidence and correctness, so the bin of a sample depends only on its place.
         confidence, order = confidence.sort(dim=-1, stable=True)
         correct = correct.gather(-1, order)
         sizes = torch.full((n_bins,), n_samples // n_bins, device=device)
@@ -158,7 +158,7 @@ def bins_of(op: str, rows: Rows, n_bins: int, estimator: Estimator) -> Reliabili
             edges = _interp_edges(confidence, n_bins)
             index = torch.searchsorted(edges, confidence)
         lower, upper = edges[..., :-1].to(torch.float64), edges[..., 1:].to(torch.float64)
-    # The bin 0, of the sample that belongs nowhere, is summed in front of the others and dropped.
+    # Samples in no bin have index 0; this extra bin is summed first and dropped.
     shape = (*confidence.shape[:-1], n_bins + 1)
 
     def sums(values: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ def equal_width_edges(confidence: Tensor, n_bins: int) -> Tensor:
 
 
 def _equal_width_index(confidence: Tensor, edges: Tensor) -> Tensor:
-    """torch.searchsorted(edges, confidence) for equal widths, in a third of its time."""
+    """Equals torch.searchsorted(edges, confidence) for equal widths, in a third of the time."""
     n_bins = len(edges) - 1
     if confidence.dtype not in (torch.float32, torch.float64) or n_bins > 1024:
         return torch.searchsorted(edges, confidence)
-    # c M errs by less than one bin, and k / M is correctly rounded, as the edges are.
+    # The error of c M is less than one bin, so a comparison with k / M corrects it; k / M is rounded as the edges are.
     place = (confidence * n_bins).ceil_()
     place -= (confidence <= (place - 1) / n_bins).to(place.dtype)
     place += (confidence > place / n_bins).to(place.dtype)
@@ -206,8 +206,8 @@ def _interp_edges(confidence: Tensor, n_bins: int) -> Tensor:
 
 
 def interp_places(n_samples: int, n_bins: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The two sorted confidences between which each edge lies, and the fraction of the way; three tensors [M + 1]."""
-    # numpy's own linspace: another way to round k * N / M would put a sample on the other side of a cut.
+    """Indices of the two sorted confidences around each edge, and the weight of the second, [M + 1] each."""
+    # numpy's linspace, because k * N / M rounded differently could move a sample to another bin.
     place = torch.from_numpy(np.linspace(0, n_samples, n_bins + 1)).clamp_(max=n_samples - 1).to(device)
     left = place.floor().long()
     return left, (left + 1).clamp_(max=n_samples - 1), place - left

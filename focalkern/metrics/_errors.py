@@ -20,7 +20,7 @@ __all__ = [
     "rms_calibration_error",
 ]
 
-# Probabilities per block of classwise_calibration_error; the work space is a few times as many numbers.
+# Probabilities per block of classwise_calibration_error; the work space is a few times larger.
 _BLOCK = 1 << 22
 
 
@@ -40,28 +40,28 @@ def expected_calibration_error(
 
     .. math:: \text{ECE} = \sum_b \frac{|B_b|}{N} \, |\text{acc}_b - \text{conf}_b|
 
-    A sample is what ``probs`` and ``target`` say: confidence = largest probability, correct = its class is the
-    target. Either can be replaced: pass ``correct`` beside ``probs`` for calibrated probabilities, decided by the
-    argmax of the logits they came from (a saturated row may tie in its probabilities and not in its logits), or pass
-    ``confidence`` and ``correct`` and no probabilities at all.
+    With ``probs`` and ``target``, the confidence is the largest probability, and a sample is correct if the class of
+    that probability is the target. For calibrated probabilities pass ``correct`` in place of ``target``, from the
+    argmax of the logits: the probabilities of a saturated row may tie although its logits do not. Or pass
+    ``confidence`` and ``correct`` without probabilities.
 
     Args:
         probs: [..., N, C] probabilities, floating point; or [N, C, d1, ...], one distribution per pixel.
-        target: [..., N] class indices, integer; of pixels [N, d1, ...]. Not needed when ``correct`` is given.
+        target: [..., N] class indices, integer; of pixels [N, d1, ...]. Not needed with ``correct``.
         n_bins: M, at least 1.
         estimator: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``; see :mod:`focalkern.metrics`.
         confidence: [..., N] in [0, 1], floating point, in place of ``probs``.
         correct: [..., N], bool, or numbers in [0, 1].
-        ignore_index: label of ignored pixels (or rows of [N, C]); None leaves out none.
-        per: ``"set"`` takes all pixels together. ``"image"`` is the mean of the errors of the N images, each with its
-            own bins; an image without pixels that count is skipped.
+        ignore_index: label of ignored pixels (or rows of [N, C]); None ignores none.
+        per: ``"set"`` is the error of all pixels together. ``"image"`` is the mean of the errors of the N images, each
+            with its own bins; an image whose pixels are all ignored is skipped.
 
     Returns:
         float64 tensor of the batch's shape (a 0-dim tensor without a batch), a fraction; NaN for N = 0.
 
     Raises:
         TypeError: probabilities that are not floating point, targets that are not integers.
-        ValueError: shapes that do not fit, or that are a batch of sets and pixels alike (C = d1 = ...; pass
+        ValueError: shapes that do not fit, or that fit both pixels and a batch of sets (C = d1 = ...; pass
             ``ignore_index=-100`` for pixels); a confidence outside [0, 1] or NaN; an unknown estimator;
             n_bins < 1; too few or too many of the four inputs; ``ignore_index`` without ``target``.
         IndexError: a target outside [0, C).
@@ -69,8 +69,8 @@ def expected_calibration_error(
     Source: Guo et al. 2017 (arXiv 1706.04599), section 2; the estimators are named in :mod:`focalkern.metrics`.
 
     Example:
-        >>> probs = torch.tensor([[0.98, 0.02]]).repeat(10, 1)  # sure with 0.98
-        >>> target = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10 rows
+        >>> probs = torch.tensor([[0.98, 0.02]]).repeat(10, 1)  # confidence 0.98
+        >>> target = torch.tensor([0] * 8 + [1] * 2)  # correct in 8 of 10 rows
         >>> fk.metrics.expected_calibration_error(probs, target)
         tensor(0.1800, dtype=torch.float64)
         >>> fk.metrics.expected_calibration_error(confidence=probs[:, 0], correct=target == 0, n_bins=20)
@@ -189,17 +189,18 @@ def debiased_calibration_error(
 ) -> Tensor:
     r"""Calibration error of the top class, minus the expected contribution of noise in the bins' accuracies.
 
-    With g = acc - conf, n samples in the bin and :math:`v = \text{acc} (1 - \text{acc})`:
+    With :math:`g_b = \text{acc}_b - \text{conf}_b`, :math:`n_b` samples in bin b and
+    :math:`v_b = \text{acc}_b (1 - \text{acc}_b)`:
 
     .. math::
         \text{l2: } \sqrt{\max\Big(0, \sum_b \frac{|B_b|}{N} \big(g_b^2 - \tfrac{v_b}{n_b - 1}\big)\Big)}
         \qquad
         \text{l1: } 2\,\text{ECE} - \sum_b \frac{|B_b|}{N} \, \mathbb E\,|\mathcal N(g_b, v_b / n_b)|
 
-    Under ``"l2"`` the sum is an unbiased estimate of the squared RMSCE of infinitely many rows in the same bins; a bin
-    of one sample contributes 0. Under ``"l1"`` it is an approximate correction of ECE: of the bias of a perfectly
-    calibrated model it removes sqrt(2) - 1, about two fifths. It is not clipped at 0: a negative value means that the
-    ECE is below the level of noise.
+    With ``"l2"`` the sum is an unbiased estimate of the squared RMSCE of infinitely many rows in the same bins; a bin
+    with one sample contributes 0. ``"l1"`` is an approximate correction of the ECE: for a perfectly calibrated model it
+    removes the fraction sqrt(2) - 1, about two fifths, of the bias. It is not clipped at 0: a negative value means that
+    the ECE is below the noise level.
 
     Args:
         probs, target, n_bins, estimator: as :func:`expected_calibration_error`.
@@ -212,9 +213,9 @@ def debiased_calibration_error(
     Raises:
         TypeError, ValueError, IndexError: as :func:`expected_calibration_error`; ValueError also for another norm.
 
-    Source: Kumar, Liang & Ma 2019 (arXiv 1909.10155), section 5, and their package uncertainty-calibration, which draws
-    the normal variables of ``"l1"`` where this takes their mean in closed form; l2: Broecker 2012, "Estimating
-    reliability and resolution of probability forecasts".
+    Source: Kumar, Liang & Ma 2019 (arXiv 1909.10155), section 5, and their package uncertainty-calibration. For
+    ``"l1"`` the package samples the normal variables; this function uses their mean in closed form. l2: Broecker 2012,
+    "Estimating reliability and resolution of probability forecasts".
 
     Example:
         >>> confidence, correct = torch.full((10,), 0.98), torch.arange(10) < 8
@@ -246,7 +247,7 @@ def classwise_calibration_error(
     ignore_index: int | None = None,
     per: Per = "set",
 ) -> Tensor:
-    r"""Mean over the classes of the calibration error of that class's probability against [target = class].
+    r"""Mean over the classes of the ECE of the class's probability as a prediction of [target = class].
 
     .. math:: \frac{1}{C} \sum_k \sum_b \frac{|B_{bk}|}{N} \, |\text{freq}_{bk} - \text{prob}_{bk}|
 

@@ -1,4 +1,4 @@
-"""Dense predictions, [N, C, d1, ...] with one distribution per pixel, as rows; and means over images."""
+"""Conversion of pixels [N, C, d1, ...], one distribution per pixel, to rows; means over images."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -18,7 +18,7 @@ Per = Literal["set", "image"]
 def measured(
     op: str, metric: Callable[[Rows], Tensor], given: Rows, ignore_index: int | None, per: Per, *, log: bool = False
 ) -> Tensor:
-    """``metric`` of all rows, or its mean over the images that have rows; ``log``: any number is a value of probs."""
+    """``metric`` of all rows, or its mean over the images that have rows. ``log`` permits any value in probs."""
     one_of(op, "per", per, ("set", "image"))
     if per == "set":
         return metric(flattened(op, given, ignore_index, log=log))
@@ -37,7 +37,7 @@ def measured(
 
 
 def flattened(op: str, given: Rows, ignore_index: int | None = None, *, log: bool = False) -> Rows:
-    """Pixels as rows, without the ignored ones; rows, and batches of sets of rows, as they are."""
+    """Pixels as rows without ignored pixels. Rows and batches of sets are returned unchanged."""
     if ignore_index is None:
         if given.probs is None:
             return given
@@ -60,7 +60,7 @@ def _labels(op: str, given: Rows) -> Tensor:
 
 
 def _is_dense(op: str, given: Rows) -> bool:
-    """Whether the classes are dimension 1 of more than two, by the shape of the labels."""
+    """Whether the arguments are pixels (classes in dimension 1 of more than two), by the shape of the labels."""
     probs, labels = given.probs, given.correct if given.target is None else given.target
     if probs.dim() < 3 or labels is None or labels.shape != _shape_of_pixels(probs):
         return False
@@ -78,7 +78,7 @@ def _shape_of_pixels(probs: Tensor) -> tuple[int, ...]:
 
 
 def _pixels(op: str, given: Rows, ignore_index: int | None, *, log: bool) -> tuple[Rows, Tensor]:
-    """The pixels as rows, and [rows] bool, which of them count. Errors name the row among all of them."""
+    """The pixels as rows, and [rows] bool, False for ignored ones. Errors give the index among all rows."""
     labels, values = _labels(op, given), given.confidence if given.probs is None else given.probs
     if given.probs is not None and (values.dim() < 2 or labels.shape != _shape_of_pixels(values)):
         raise ValueError(
@@ -105,6 +105,6 @@ def _pixels(op: str, given: Rows, ignore_index: int | None, *, log: bool) -> tup
 
 
 def _part(rows: Rows, counts: Tensor, place: slice) -> Rows:
-    """Those of the rows at ``place`` that count."""
+    """The rows at ``place`` that are not ignored."""
     part, kept = Rows(*(None if one is None else one[place] for one in rows)), counts[place]
     return part if bool(kept.all()) else Rows(*(None if one is None else one[kept] for one in part))

@@ -21,13 +21,13 @@ __all__ = [
 ]
 
 
-# Rows of probabilities are taken as normalised within this much everywhere in the library, so one entry may be above
-# 1 by as much; it counts as 1 for the choice of its bin.
+# Permitted difference of the sum of a row of probabilities to 1, in the whole library. So an entry may exceed 1 by as
+# much; it counts as 1 when its bin is chosen.
 _ABOVE_ONE = 1e-3
 
 
 class Rows(NamedTuple):
-    """The arguments of a metric, unchecked: probabilities or confidences, labels or hits."""
+    """The unchecked arguments of a metric: probabilities or confidences, labels or correctness."""
 
     probs: Any = None
     target: Any = None
@@ -103,7 +103,7 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
 
 
 def as_labels(op: str, target: Any, probs: Tensor) -> Tensor:
-    """Integers of any shape, on the device of ``probs``."""
+    """The labels as integers of any shape, on the device of ``probs``."""
     target = as_tensor(target, f"{op}: target")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"{op}: target must be integer, got {target.dtype}")

@@ -1,4 +1,4 @@
-"""The choice of predictions to accept: risk against coverage, and a threshold whose risk is bounded."""
+"""Selective classification: risk against coverage, and a confidence threshold with a bound on the risk."""
 
 import math
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from focalkern.metrics._inputs import Rows, confidence_and_correct
 
 __all__ = ["AcceptThreshold", "RiskCoverage", "accept_threshold", "risk_coverage"]
 
-# Thresholds that accept_threshold compares; each may err with an equal share of the error probability.
+# Number of thresholds that accept_threshold compares; the error probability is divided equally among them.
 _CANDIDATES = 20
 
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """Per distinct confidence [K], descending: the result of accepting every row with at least this confidence.
+    """Coverage and risk of accepting every row with at least a confidence, per distinct confidence [K], descending.
 
     Attributes:
-        threshold: the confidence; rows with at least this much are accepted.
+        threshold: the confidence; rows with at least this confidence are accepted.
         coverage: the accepted fraction of the rows.
         risk: the fraction of the accepted rows that are wrong.
 
@@ -40,17 +40,17 @@ class RiskCoverage:
 
 @dataclass(frozen=True)
 class AcceptThreshold:
-    """A threshold on the confidence, with its result on the rows that it was chosen on.
+    """A threshold on the confidence, with its result on the rows from which it was chosen.
 
     Attributes:
-        threshold: accept a row whose confidence is at least this; infinite if no threshold passed.
+        threshold: accept a row if its confidence is at least this; infinite if no threshold keeps the bound.
         coverage: the accepted fraction of the rows.
         risk: the fraction of the accepted rows that are wrong; NaN without accepted rows.
         bound: upper confidence bound of the risk; NaN without accepted rows.
         n_accepted: number of accepted rows.
-        n_errors: wrong ones among them.
-        max_risk: as given.
-        confidence: as given.
+        n_errors: number of accepted rows that are wrong.
+        max_risk: the argument of :func:`accept_threshold`.
+        confidence: the argument of :func:`accept_threshold`.
 
     Example:
         >>> few = fk.accept_threshold(scores=torch.tensor([0.9, 0.6]), correct=torch.tensor([1, 0]))
@@ -88,7 +88,7 @@ def risk_coverage(
     correct: Any = None,
     ignore_index: int | None = None,
 ) -> RiskCoverage:
-    r"""Risk against coverage: the error rate of the most confident rows, for every number of them.
+    r"""Risk against coverage: the error rate of the most confident rows, for every threshold.
 
     With c the confidence (the largest probability) of a row and a threshold t:
 
@@ -137,16 +137,16 @@ def accept_threshold(
     correct: Any = None,
     ignore_index: int | None = None,
 ) -> AcceptThreshold:
-    r"""The lowest confidence from which on predictions can be accepted with a bounded error rate.
+    r"""The lowest confidence threshold above which predictions can be accepted with a bounded error rate.
 
     A threshold that accepts n rows, e of them wrong, has the upper Clopper-Pearson bound b on its risk, with
 
     .. math:: P(\text{Bin}(n, b) \le e) = \frac{1 - \text{confidence}}{20}
 
-    20 thresholds are tried: the thresholds of equally spaced numbers of accepted rows, from the least number that could
-    pass without an error up to N. The one with the largest coverage whose bound is at most ``max_risk`` is taken. The
-    division by 20 (Bonferroni) lets the bound hold for the threshold that was chosen on the same rows: if rows are
-    independent and of one distribution, the risk on new rows is above ``max_risk`` with probability at most
+    20 thresholds are compared: those of equally spaced numbers of accepted rows, from the smallest number whose bound
+    can be at most ``max_risk`` to N. The result is the threshold with the largest coverage whose bound is at most
+    ``max_risk``. The division by 20 (Bonferroni) makes the bound valid for a threshold chosen on the same rows: if rows
+    are independent and identically distributed, the risk on new rows exceeds ``max_risk`` with probability at most
     1 - ``confidence``. Use rows that neither training nor calibration has seen.
 
     Args:
@@ -159,7 +159,7 @@ def accept_threshold(
         ignore_index: as :func:`focalkern.metrics.expected_calibration_error`.
 
     Returns:
-        :class:`AcceptThreshold`, in numbers; its text is one sentence.
+        :class:`AcceptThreshold`; its ``str()`` is one sentence.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.metrics.risk_coverage`; ``max_risk`` or ``confidence``
@@ -183,7 +183,7 @@ def accept_threshold(
     values, accepted, errors = _accepted(op, Rows(probs, target, scores, correct), ignore_index)
     rows = int(accepted[-1]) if len(accepted) else 0
     least = math.ceil(math.log(level) / math.log1p(-risk))  # (1 - risk)^least <= level
-    # By numbers of rows, which do not depend on who is right; of equal confidences all are accepted.
+    # Spaced by numbers of rows, which do not depend on the labels. Rows with equal confidence are accepted together.
     counts = [least + (rows - least) * i // (_CANDIDATES - 1) for i in range(_CANDIDATES)] if rows >= least else []
     for count in reversed(counts):
         place = int(torch.searchsorted(accepted, float(count)))
@@ -195,7 +195,7 @@ def accept_threshold(
 
 
 def _accepted(op: str, given: Rows, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct confidences [K], descending, and how many rows have at least as much, and are wrong."""
+    """Distinct confidences [K], descending; number of rows with at least this confidence; number of wrong ones."""
     confidence, correct = confidence_and_correct(op, *flattened(op, given, ignore_index))
     if confidence.dim() != 1:
         raise ValueError(f"{op}: expected one set of rows, got a batch of shape {list(confidence.shape[:-1])}")
@@ -216,7 +216,7 @@ def _log_tail(n: int, e: int, p: float) -> float:
 
 
 def _upper_bound(n: int, e: int, level: float) -> float:
-    """p with P(Bin(n, p) <= e) = level."""
+    """The p with P(Bin(n, p) <= e) = level."""
     if e >= n:
         return 1.0
     low, high = e / n, 1.0

@@ -21,14 +21,14 @@ def nll(probs: Any, target: Any, *, log: bool = False, ignore_index: int | None 
     .. math:: -\frac{1}{N} \sum_i \log p_{i, y_i}
 
     Args:
-        probs: [..., N, C] or [N, C, d1, ...] probabilities, or log-probabilities with ``log=True`` (which keep the
-            digits that a probability close to 1 has lost).
+        probs: [..., N, C] or [N, C, d1, ...] probabilities, or log-probabilities with ``log=True`` (more precise for
+            probabilities near 1).
         target: [..., N] or [N, d1, ...] class indices, integer.
-        log: what ``probs`` holds.
+        log: whether ``probs`` holds log-probabilities.
         ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
-        float64 tensor of the batch's shape; infinite when a target has probability 0; NaN for N = 0.
+        float64 tensor of the batch's shape, in nats; infinite if a target has probability 0; NaN for N = 0.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
@@ -43,7 +43,7 @@ def nll(probs: Any, target: Any, *, log: bool = False, ignore_index: int | None 
     def of_rows(rows: Rows) -> Tensor:
         probs, target = probs_and_target("nll", rows.probs, rows.target, log=log)
         of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
-        # 0 - x, not -x: a perfect score prints as 0 and not as -0.
+        # 0 - x, not -x, so that a perfect score is 0.0, not -0.0.
         log_probs = of_target if log else of_target.log()
         return torch.sub(0.0, log_probs).mean(-1)
 
@@ -57,7 +57,7 @@ def brier_score(probs: Any, target: Any, *, ignore_index: int | None = None, per
 
     .. math:: \frac{1}{N} \sum_i \sum_k (p_{ik} - [k = y_i])^2
 
-    Between 0 and 2. (The score of binary problems that counts one class only is half of this.)
+    The score is between 0 and 2. (The binary Brier score of one class is half of it.)
 
     Args:
         probs, target, ignore_index, per: as :func:`expected_calibration_error`.
@@ -97,12 +97,12 @@ def accuracy(
     ignore_index: int | None = None,
     per: Per = "set",
 ) -> Tensor:
-    """Fraction of the rows whose largest entry is the target's; the first of several largest counts.
+    """Fraction of the rows whose largest entry is that of the target; of equal largest entries the first counts.
 
     Args:
         probs: [..., N, C] or [N, C, d1, ...] probabilities or logits, floating point.
         target: [..., N] or [N, d1, ...] class indices, integer.
-        correct: [..., N], bool, in place of both.
+        correct: [..., N], bool, in place of ``probs`` and ``target``.
         ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
@@ -146,13 +146,13 @@ def aurc(
 
     .. math:: \frac{1}{N} \sum_{i=1}^{N} \frac{1}{i} \sum_{j \le i} (1 - \text{correct}_{(j)})
 
-    with the samples in descending order of confidence. Among tied confidences it is the mean over all their orders, so
-    it does not depend on the order of rows.
+    with the samples in descending order of confidence. For tied confidences it is the mean over all their orders, so it
+    does not depend on the order of the rows.
 
     Args:
         probs, target: as :func:`expected_calibration_error`.
-        excess: subtract the AURC of the best order of the same samples (all correct ones first). The rest depends on
-            the confidences only, and is 0 if they rank every correct sample above every other.
+        excess: subtract the AURC of the best order of the same samples (all correct samples first). The excess is 0 if
+            the confidences rank every correct sample above every wrong one.
         confidence, correct, ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
@@ -161,8 +161,8 @@ def aurc(
     Raises:
         TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
 
-    Source: Geifman, Uziel & El-Yaniv 2019 (arXiv 1805.08206), section 3; their E-AURC takes off an approximation,
-    e + (1 - e) log(1 - e) with the error rate e, where this takes off the area itself.
+    Source: Geifman, Uziel & El-Yaniv 2019 (arXiv 1805.08206), section 3. Their E-AURC subtracts the approximation
+    e + (1 - e) log(1 - e), with the error rate e; this function subtracts the exact area.
 
     Example:
         >>> confidence, correct = torch.tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([1, 1, 0, 1])
@@ -181,7 +181,8 @@ def _risk_area(rows: Rows, *, excess: bool) -> Tensor:
     n_samples = confidence.shape[-1]
     ordered, order = confidence.sort(dim=-1, descending=True)
     loss = 1 - correct.gather(-1, order)
-    # Equal confidences share their mean loss: the mean over all orders, because the curve is linear in the losses.
+    # Samples of equal confidence get their mean loss. The area is linear in the losses, so this is the mean over all
+    # orders.
     tied = torch.zeros_like(order)
     tied[..., 1:] = (ordered[..., 1:] != ordered[..., :-1]).cumsum(-1)
     total = torch.zeros_like(loss).scatter_add_(-1, tied, loss)
@@ -209,11 +210,11 @@ def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
         confidence_out: [..., K] confidences on out-of-distribution samples, same dtype and batch.
 
     Returns:
-        float64 tensor of the batch's shape, a fraction; NaN when either set is empty.
+        float64 tensor of the batch's shape, a fraction; NaN if either set is empty.
 
     Raises:
-        TypeError: not floating point, or two dtypes.
-        ValueError: a single number, two batches, two devices, or NaN.
+        TypeError: confidences that are not floating point, or have different dtypes.
+        ValueError: a single number, different batches or devices, or NaN.
 
     Source: Hanley & McNeil 1982, "The meaning and use of the area under a ROC curve".
 
@@ -249,5 +250,5 @@ def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
     ordered = outside.sort(dim=-1).values
     below = torch.searchsorted(ordered, inside, right=False).sum(-1)
     not_above = torch.searchsorted(ordered, inside, right=True).sum(-1)
-    # Both sums are int64 and exact: (wins + (wins + ties)) / 2. Without pairs 0 / 0 is NaN.
+    # Exact int64 sums: (wins + (wins + ties)) / 2. Without pairs, 0 / 0 is NaN.
     return (below + not_above).to(torch.float64) / (2 * inside.shape[-1] * outside.shape[-1])

@@ -17,7 +17,7 @@ __all__ = ["smooth_calibration_error"]
 _GRID = 1 << 13
 
 
-# Sets per block, at about 128 KiB each.
+# Number of sets per block; a set takes about 128 KiB.
 _BLOCK = 64
 
 
@@ -33,22 +33,22 @@ def smooth_calibration_error(
     ignore_index: int | None = None,
     per: Per = "set",
 ) -> Tensor:
-    r"""Smooth ECE of the top class: no bins, and so no jumps where a confidence crosses a cut.
+    r"""Smooth ECE of the top class: a kernel in place of bins, so the error is continuous in the confidences.
 
     .. math::
         \text{smECE}_\sigma = \int_0^1 \Big| \frac{1}{N} \sum_i (\text{correct}_i - c_i)\, K_\sigma(t, c_i) \Big| dt
 
-    K is the Gaussian kernel of deviation :math:`\sigma`, reflected at 0 and at 1 as often as it takes. Without
-    ``bandwidth`` the result is the :math:`\sigma` at which :math:`\text{smECE}_\sigma = \sigma`; there is exactly one,
+    K is the Gaussian kernel with standard deviation :math:`\sigma`, reflected repeatedly at 0 and at 1. Without
+    ``bandwidth`` the result is the :math:`\sigma` at which :math:`\text{smECE}_\sigma = \sigma`. Exactly one exists,
     because smECE falls with :math:`\sigma`. It is a consistent measure of the distance to the nearest calibrated
-    predictor: between a constant times that distance and a constant times its square root.
+    predictor: it lies between a constant times that distance and a constant times its square root.
 
-    The confidences are spread over a grid of 8193 points and :math:`\sigma` is found to 1e-7. A kernel as narrow as
-    1e-3 is resolved to 1 %, one of 1e-2 to 1e-4.
+    The computation uses a grid of 8193 points and finds :math:`\sigma` to 1e-7. The relative error is about 1e-2 for a
+    kernel with :math:`\sigma` = 1e-3, and 1e-4 for :math:`\sigma` = 1e-2.
 
     Args:
         probs, target: as :func:`expected_calibration_error`.
-        bandwidth: :math:`\sigma` > 0, or None for the one that the data choose.
+        bandwidth: :math:`\sigma` > 0; None chooses it from the data as above.
         confidence, correct, ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
@@ -87,9 +87,9 @@ def _of_rows(op: str, rows: Rows, bandwidth: float | None) -> Tensor:
 
 
 def _smooth_errors(confidence: Tensor, correct: Tensor, bandwidth: float | None) -> Tensor:
-    """[B] from [B, N] in float64."""
+    """smECE of B sets, [B] from [B, N], in float64."""
     confidence = confidence.clamp(max=1.0)
-    # Each residual is shared between its two neighbours on the grid, in proportion to nearness.
+    # Linear interpolation divides each residual between the two nearest grid points.
     place = confidence * _GRID
     left = place.long().clamp_(max=_GRID - 1)
     residual = (correct - confidence) / confidence.shape[-1]
@@ -97,7 +97,7 @@ def _smooth_errors(confidence: Tensor, correct: Tensor, bandwidth: float | None)
     grid = confidence.new_zeros(len(confidence), _GRID + 1)
     grid.scatter_add_(-1, left, residual - to_right)
     grid.scatter_add_(-1, left + 1, to_right)
-    # At this point the end of the interval is its own mirror image.
+    # Reflection maps an end of the interval to itself, so the end points count twice.
     grid[:, 0] *= 2
     grid[:, -1] *= 2
     spectrum = torch.fft.rfft(torch.cat([grid, grid[:, 1:-1].flip(-1)], -1))
@@ -106,7 +106,7 @@ def _smooth_errors(confidence: Tensor, correct: Tensor, bandwidth: float | None)
     def at(sigma: Tensor) -> Tensor:
         damping = (-0.5 * (sigma.unsqueeze(-1) * frequency).square()).exp()
         smoothed = torch.fft.irfft(spectrum * damping, 2 * _GRID)[:, : _GRID + 1].abs()
-        # The trapezoidal rule; the step of the grid is in the values already.
+        # Trapezoidal rule; the values already contain the step of the grid.
         return smoothed.sum(-1) - 0.5 * (smoothed[:, 0] + smoothed[:, -1])
 
     low = grid.new_zeros(len(grid))

@@ -1,9 +1,9 @@
 """Reliability diagrams and maps of calibration grids, as matplotlib figures without pyplot.
 
 The drawing functions return a ``matplotlib.figure.Figure`` with its own canvas: ``figure.savefig("name.png")`` writes
-it, a notebook shows it. Axes are fractions. Colours are from the set of Okabe & Ito and the map ``cividis``. They
-differ in lightness and are distinguishable with the common colour deficiencies; no information is in colour alone.
-:func:`reliability_bands` and :func:`fit_ridge` return the numbers behind the bands and the fitted line."""
+it, and a notebook displays it. Axes are fractions. Colours are those of Okabe & Ito and the map ``cividis``. They
+differ in lightness and are distinguishable with common colour vision deficiencies; colour is never the only
+difference. :func:`reliability_bands` and :func:`fit_ridge` return the numbers of the bands and of the fitted line."""
 
 try:
     import matplotlib  # noqa: F401

@@ -1,4 +1,4 @@
-"""Bands of a reliability diagram: how far chance moves each bin."""
+"""Bands of a reliability diagram: the sampling error of each bin."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,11 @@ __all__ = ["ReliabilityBands", "reliability_bands"]
 
 @dataclass(frozen=True)
 class ReliabilityBands:
-    """Bands of chance around the accuracy of each bin. All are float64 [M], NaN for an empty bin.
+    """Bands of the accuracy of each bin. All are float64 [M], NaN for an empty bin.
 
     Attributes:
         lower, upper: bootstrap interval of the bin's accuracy.
-        calibrated_lower, calibrated_upper: where the accuracy of the bin falls if the classifier is perfectly
-            calibrated.
+        calibrated_lower, calibrated_upper: interval of the bin's accuracy if the classifier is perfectly calibrated.
         level: confidence level of both, a fraction.
 
     Example:
@@ -41,16 +40,16 @@ class ReliabilityBands:
     level: float
 
     def inside(self, bins: ReliabilityBins) -> Tensor:
-        """Whether the accuracy of each bin is one that a perfectly calibrated classifier would show.
+        """Whether the accuracy of each bin lies in the band of a perfectly calibrated classifier.
 
         Args:
-            bins: the bins that the bands were computed of.
+            bins: the bins from which the bands were computed.
 
         Returns:
             bool [M], False for an empty bin.
 
         Raises:
-            RuntimeError: the two have different numbers of bins.
+            RuntimeError: bins and bands have different numbers of bins.
         """
         accuracy = with_tensors(bins).accuracy.cpu()
         return (self.calibrated_lower <= accuracy) & (accuracy <= self.calibrated_upper)
@@ -66,18 +65,18 @@ def reliability_bands(
 
         \text{band}_b: \text{quantiles of } \tfrac{1}{n_b} \text{Binomial}(n_b, \text{conf}_b)
 
-    The accuracies come from bootstrap resamples: N samples drawn with replacement. The cuts between the bins stay
-    where they are. Then a replicate is no more than new counts of right and wrong samples per bin, multinomial with the
-    observed shares, and the samples themselves are not needed. Where all samples of a bin are right, or all wrong,
-    every replicate agrees and the interval is one point, which is a weakness of the bootstrap for such a bin, not a
-    sign of certainty; the band does not have it. The binomial takes all samples of a bin to have its mean confidence:
-    their true spread makes the accuracy vary a little less, never more.
+    The accuracies come from bootstrap resamples: N samples drawn with replacement, with the edges of the bins fixed. So
+    a replicate consists of new counts of correct and wrong samples per bin, which are multinomial with the observed
+    fractions; the samples themselves are not needed. If all samples of a bin are correct, or all wrong, the interval is
+    a single point. This is a weakness of the bootstrap, not a sign of certainty; the band does not have it. The
+    binomial treats all samples of a bin as having its mean confidence; the spread of their confidences would make the
+    accuracy vary slightly less.
 
     Args:
         bins: one set of bins, not a batch.
-        level: share of the replicates inside, 0 < level < 1.
-        replicates: how many.
-        seed: the same seed gives the same bands.
+        level: fraction of the replicates inside the bands, 0 < level < 1.
+        replicates: number of replicates.
+        seed: random seed; the same seed gives the same bands.
 
     Returns:
         :class:`ReliabilityBands`, on the CPU.
@@ -92,7 +91,7 @@ def reliability_bands(
         >>> confidence, correct = torch.linspace(0.5, 1.0, 100), torch.arange(100) % 4 > 0
         >>> bins = fk.metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=2, estimator="equal_mass")
         >>> bands = fk.plots.reliability_bands(bins)
-        >>> bands.inside(bins)  # 0.75 of each bin are right, its mean confidence is 0.62 and 0.88
+        >>> bands.inside(bins)  # accuracy 0.75 in both bins, mean confidence 0.62 and 0.88
         tensor([ True, False])
     """
     bins = checked_bins("reliability_bands", bins)
@@ -105,11 +104,11 @@ def reliability_bands(
         values.cpu().to(torch.float64).numpy()[filled].clip(0, 1) for values in (bins.confidence, bins.accuracy)
     )
     right = accuracy * count[filled]
-    # equal_mass_interp leaves samples out; they are drawn too.
+    # Samples in no bin (equal_mass_interp) are drawn too.
     shares = np.concatenate([right, count[filled] - right, [bins.n_samples - count.sum()]]) / bins.n_samples
     drawn = rng.multinomial(bins.n_samples, shares / shares.sum(), size=replicates)  # [replicates, 2 * filled + 1]
     drawn_right, drawn_wrong = drawn[:, : len(right)], drawn[:, len(right) : -1]
-    with np.errstate(invalid="ignore"):  # a bin that a replicate leaves empty has no accuracy there
+    with np.errstate(invalid="ignore"):  # a bin without samples in a replicate has no accuracy in it
         resampled = drawn_right / (drawn_right + drawn_wrong)
     calibrated = rng.binomial(count[filled], confidence, size=(replicates, len(right))) / count[filled]
     tail = (1 - level) / 2
@@ -121,7 +120,7 @@ def reliability_bands(
         lower, upper = torch.from_numpy(both)
         return lower, upper
 
-    # A bin that no replicate has hit (there is no such bin unless replicates is tiny) keeps its own accuracy.
+    # A bin without samples in every replicate (only if replicates is tiny) gets its own accuracy.
     missed = np.isnan(resampled).all(axis=0)
     resampled[:, missed] = accuracy[missed]
     return ReliabilityBands(*spread(resampled), *spread(calibrated), level)

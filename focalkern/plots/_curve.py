@@ -20,10 +20,11 @@ def calibration_curve(calibrator: SplineScaling, *, title: str | None = None) ->
     .. math::
         \text{logit}\, \hat p = h(u) - h(-u), \quad h(u) = (1 + a) \log \sigma(u) + f(u), \quad u = \text{logit}\, q
 
-    The figure is for two classes, for which one curve is the whole map. q in [0.5, 1) is the confidence after the
-    temperature. The diagonal means no change; above it the curve raises the confidence. The shaded band is the
-    approximate 95 % interval of the fit (Laplace approximation). Slopes, intercepts and matrices of ``kind="vector"``
-    and ``"matrix"`` come on top and are not in it. The grey lines are the focal calibration maps of gamma = 1 and 3.
+    The figure shows two classes, for which one curve is the whole map. q in [0.5, 1) is the confidence after
+    temperature scaling. On the diagonal the confidence does not change; above it the curve raises the confidence. The
+    shaded band is the approximate 95 % interval of the fit (Laplace approximation). The figure does not contain the
+    slopes, intercepts and matrices of ``kind="vector"`` and ``"matrix"``. The grey lines are the focal calibration maps
+    of gamma = 1 and 3.
 
     Args:
         calibrator: a fitted :class:`focalkern.SplineScaling`.
@@ -33,7 +34,7 @@ def calibration_curve(calibrator: SplineScaling, *, title: str | None = None) ->
         ``matplotlib.figure.Figure``.
 
     Raises:
-        TypeError: another calibrator, or a title that is no text.
+        TypeError: another calibrator, or a title that is not a string.
         NotFittedError: the calibrator is not fitted.
         ImportError: matplotlib is not installed (on import of this module).
 
@@ -41,7 +42,7 @@ def calibration_curve(calibrator: SplineScaling, *, title: str | None = None) ->
 
     Example:
         >>> labels = torch.arange(300) % 3
-        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # correct in 240 of 300 rows
         >>> figure = fk.plots.calibration_curve(fk.SplineScaling().fit(logits, labels))
         >>> [line.get_label() for line in figure.axes[0].lines]
         ['spline', 'unchanged', 'focal map, gamma = 1', 'focal map, gamma = 3']

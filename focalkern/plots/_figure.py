@@ -1,4 +1,4 @@
-"""Figures, colours, axes and argument checks that all plots share."""
+"""Figures, colours, axes and argument checks shared by all plots."""
 
 import io
 from typing import Any
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 BLUE, VERMILION, GREY, INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"
-PALE_BLUE = "#9CC9E6"  # of bars, so that what is drawn over them can be read
+PALE_BLUE = "#9CC9E6"  # opacity of bars, so that marks on top of them are visible
 BAND = to_rgba(INK, 0.2)
 
 

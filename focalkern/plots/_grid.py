@@ -32,12 +32,12 @@ class Ridge:
     """The best temperature of every gamma of a grid, and the straight line through them.
 
     Attributes:
-        gammas, temperatures: float64 [R], one per gamma that has a finite cell, gammas ascending.
-        values: float64 [R], the criterion there.
-        at_border: bool [R], the temperature is the smallest or largest of the grid, so the optimum may lie beyond.
-            These are not in the fit.
+        gammas, temperatures: float64 [R], one per gamma with a finite cell, gammas ascending.
+        values: float64 [R], the criterion at these cells.
+        at_border: bool [R], whether the temperature is the smallest or largest of the grid, so that the optimum may lie
+            beyond. These gammas are not in the fit.
         slope, intercept: least-squares fit T = slope * gamma + intercept; NaN for fewer than two different gammas.
-        r_squared: share of the variance of T that the line explains; NaN where there is no line or no variance.
+        r_squared: fraction of the variance of T that the line explains; NaN without a line or without variance.
 
     Example:
         >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
@@ -70,12 +70,12 @@ class Ridge:
 
 
 def fit_ridge(grid: CalibrationGrid, criterion: str = "ece") -> Ridge:
-    r"""The valley of a grid: the best temperature of every gamma, and its least-squares line.
+    r"""The best temperature of every gamma of a grid, and the least-squares line through them.
 
     .. math:: T^*(\gamma) = \arg\min_T \text{criterion}(\gamma, T) \approx a \gamma + b
 
-    The focal calibration map with gamma is close to a temperature of 1/(a' gamma + b'), so the temperature that undoes
-    it grows about linearly with gamma.
+    The focal calibration map with gamma is close to a temperature of 1/(a' gamma + b'), so the temperature that
+    compensates it grows about linearly with gamma.
 
     Args:
         grid: a computed grid.
@@ -105,7 +105,7 @@ def fit_ridge(grid: CalibrationGrid, criterion: str = "ece") -> Ridge:
     filled = table.isfinite().any(1)
     gammas, (values, column) = gammas[filled], table[filled].min(1)
     best = temperatures[column]
-    single = len(temperatures) == 1  # a border that was asked for is none
+    single = len(temperatures) == 1  # a single temperature is not a border
     at_border = ((best == temperatures.min()) | (best == temperatures.max())) & (not single)
     x, y = gammas[~at_border], best[~at_border]
     slope = intercept = r_squared = float("nan")
@@ -119,7 +119,7 @@ def fit_ridge(grid: CalibrationGrid, criterion: str = "ece") -> Ridge:
 
 
 def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
-    """The best temperature of every gamma against gamma, to scale, with the fitted line, for each criterion.
+    """The best temperature against gamma, to scale, with the fitted line, for each criterion.
 
     Args:
         grid: a computed grid; every criterion with a finite cell is drawn.
@@ -199,7 +199,7 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
     plain_axes(axes)
     axes.grid(color="#E4E4E4", linewidth=0.7)
     axes.set_axisbelow(True)
-    # One below the other: side by side they would be wider than the figure.
+    # One legend entry per line: side by side they would be wider than the figure.
     figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=8.5)
     axes.set_title(title or "Best temperature of each gamma", fontsize=12)
     return figure
@@ -218,17 +218,17 @@ def grid_heatmap(
 ) -> Figure:
     """The (gamma, T) table of one criterion as a map, with the best temperature of every gamma.
 
-    One row per gamma, ascending upwards; all rows have the same height; the temperature axis is to scale. Colour is
-    logarithmic, because the interesting differences are near the minimum, and is clipped beyond the useful range. A dot
-    marks the best temperature of a row and its value stands at the right; the star is the best cell of all. The line is
-    :func:`fit_ridge`'s, straight in gamma and therefore bent where the rows are not to scale; :func:`ridge_diagram` has
-    it to scale. Cells that are not finite are left blank.
+    The map has one row per gamma, ascending upwards, all of the same height; the temperature axis is to scale. The
+    colour scale is logarithmic, because the interesting differences are near the minimum, and is clipped beyond the
+    useful range. A dot marks the best temperature of a row, with its value at the right; the star marks the best cell.
+    The line is that of :func:`fit_ridge`. It is straight in gamma, so it bends where the rows are not to scale;
+    :func:`ridge_diagram` shows it to scale. Cells that are not finite are blank.
 
     Args:
         grid: a computed grid.
         criterion: a name in ``grid.tables``.
         title: heading; by default the criterion, its estimator and its number of bins.
-        best: (gamma, temperature, value) of the cell with the star; ``grid.best(criterion)`` when None.
+        best: (gamma, temperature, value) of the cell with the star; None is ``grid.best(criterion)``.
 
     Returns:
         ``matplotlib.figure.Figure``.
@@ -277,7 +277,7 @@ def grid_heatmap(
         rasterized=True,
     )
     axes.set_facecolor("#F0F0F0")
-    # Thin white lines between the rows say that the gamma axis is not to scale.
+    # Thin white lines between the rows show that the gamma axis is not to scale.
     axes.hlines(np.arange(1, len(gammas)) - 0.5, *axes.get_xlim(), color="white", linewidth=1.2)
 
     ridge = fit_ridge(grid, criterion)
@@ -289,7 +289,7 @@ def grid_heatmap(
             np.flatnonzero(covered),
             color="white",
             linewidth=1.6,
-            path_effects=[withStroke(linewidth=3.2, foreground="black")],  # shows on every colour
+            path_effects=[withStroke(linewidth=3.2, foreground="black")],  # visible on every colour
             zorder=3,
             label=f"fit: T = {_describe_line(ridge)}",
         )
@@ -351,12 +351,12 @@ def grid_heatmap(
 
 
 def colour_range(table: np.ndarray[Any, Any], criterion: str) -> tuple[float, float, float]:
-    """Where the colours of a map begin and end, and its largest value; ``table`` is [Gg, Gt] with a finite cell."""
-    # Zero has no logarithm: it gets the colour of the smallest positive value.
+    """The bounds of the colour scale and the largest value of ``table`` [Gg, Gt], which has a finite cell."""
+    # Log 0 is not finite: 0 gets the colour of the smallest positive value.
     positive = table[np.isfinite(table) & (table > 0)]
     low, top = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
-    # Far above the minimum every cell is equally useless; keep the colours for the others, the optimum of each gamma
-    # included. A proper score has a floor that no calibrator gets under, so its useful range is a small multiple.
+    # Cells far above the minimum need no distinct colours; the scale ends above the optimum of each gamma. A proper
+    # score has a lower bound above 0, so its useful range is a small multiple of the minimum.
     finite = np.where(np.isfinite(table), table, np.inf)
     optima = finite.min(1)
     far, beyond = (40, 4) if criterion in ("ece", "mce") else (2, 1.2)

@@ -26,7 +26,7 @@ from focalkern.plots._figure import (
 )
 
 __all__ = ["reliability_diagram"]
-_ENOUGH = 20  # samples of a bin whose gap is worth a word
+_ENOUGH = 20  # least number of samples for the largest gap in the title
 
 
 def reliability_diagram(
@@ -36,21 +36,21 @@ def reliability_diagram(
 
     .. math:: \text{bar}_b = \text{acc}_b, \quad \text{gap}_b = \text{acc}_b - \text{conf}_b
 
-    A bar stands over the range of an equal-width bin and is as high as its accuracy; the hatched part runs from there
-    to the bin's mean confidence, so its height is the gap. Bins of equal mass, most of them narrower than a line, are
-    points at (mean confidence, accuracy) with their gap as a stroke. The title of each panel gives its metrics as
-    fractions, computed from the given bins. The largest gap counts only bins with at least 20 samples, because a bin of
-    one sample can have any gap. In the histogram below, the samples of each bin.
+    A bar covers the range of an equal-width bin, and its height is the accuracy. The hatched part reaches from the
+    accuracy to the mean confidence of the bin, so its height is the gap. Bins of equal mass are mostly narrower than a
+    line; they are points at (mean confidence, accuracy) with the gap as a stroke. The title of each panel gives its
+    metrics as fractions, computed from the given bins. The largest gap uses only bins with at least 20 samples, because
+    a bin with one sample can have any gap. The histogram below shows the number of samples of each bin.
 
-    The shaded band is where the accuracies of a perfectly calibrated classifier with these confidences would fall; a
-    bin outside of it is miscalibrated beyond chance. The whisker is the bootstrap interval of the bin's accuracy; a
-    bin that is all right or all wrong has none. Both are from :func:`reliability_bands`.
+    The shaded band is the interval of the accuracies of a perfectly calibrated classifier with these confidences; a bin
+    outside the band is miscalibrated beyond chance. The whisker is the bootstrap interval of the bin's accuracy; a bin
+    with only correct or only wrong samples has none. Both come from :func:`reliability_bands`.
 
     Args:
-        bins: a result of :func:`focalkern.metrics.reliability_bins`, or several by panel title, drawn side by side
-            on common axes, at most three in a row. Equal-width bins make the familiar picture.
+        bins: a result of :func:`focalkern.metrics.reliability_bins`, or a mapping from panel titles to results, drawn
+            side by side on common axes, at most three in a row.
         title: heading of the whole figure.
-        level: confidence level of band and whiskers; None draws neither.
+        level: confidence level of band and whiskers, in (0, 1); None draws neither.
 
     Returns:
         ``matplotlib.figure.Figure``.
@@ -85,7 +85,7 @@ def reliability_diagram(
         row, column = divmod(index, across)
         top, bottom = axes[2 * row : 2 * row + 2, column]
         bands = None if level is None else reliability_bands(one, level=level)
-        # A line of air above the panels of a lower row.
+        # An empty line above the panels of a lower row.
         _reliability_panel(top, bottom, one, bands, "\n" * (row > 0) + name, first=column == 0)
         bottom.set_ylim(0, tallest * 1.22)
     for index in range(len(panels), across * down):
@@ -161,7 +161,7 @@ def _reliability_panel(
         )
         bottom.bar(lower, weight, width, align="edge", color=GREY, edgecolor="white", linewidth=0.6, zorder=2)
         if len(bins.count) <= 20:
-            # The bins that look worst often hold a handful of samples, too few for their bar to show.
+            # The bins with the largest gaps often have only a few samples, too few for a visible bar in the histogram.
             for left, wide, share, samples in zip(lower, width, weight, count, strict=True):
                 bottom.annotate(
                     f"{samples}",
@@ -174,7 +174,7 @@ def _reliability_panel(
                     color="#444444",
                 )
     else:
-        # Bins of equal mass are mostly narrower than a pixel and next to each other at the right: one point each.
+        # Bins of equal mass are mostly narrower than a pixel, and close together near 1: draw one point each.
         top.vlines(confidence, accuracy, confidence, color=VERMILION, linewidth=1.6, zorder=3)
         top.plot(
             confidence,
@@ -204,7 +204,7 @@ def _reliability_panel(
         known = low < high
         top.vlines(at[known], low[known], high[known], color=INK, linewidth=1.3, zorder=7)
     top.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1, zorder=5)
-    # Not N: equal_mass_interp leaves samples out. At least 1: it may leave out all.
+    # Samples in bins, not N: with equal_mass_interp some, or all, samples are in no bin.
     samples = weight.sum() or np.nan
     lines = [
         f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}, {bins.n_bins} bins)",
@@ -244,12 +244,12 @@ def _reliability_panel(
 
 
 def _across(n_panels: int) -> int:
-    """Panels in a row; more than three would be too small to read."""
+    """Number of panels in a row; more than three would be too small to read."""
     return {1: 1, 2: 2, 4: 2}.get(n_panels, 3)
 
 
 def _largest_gap(gap: np.ndarray[Any, Any], count: np.ndarray[Any, Any]) -> str:
-    """A sentence about the bins that have enough samples for a reliable gap."""
+    """The text on the largest gap among the bins that have enough samples."""
     enough = count >= _ENOUGH
     if not enough.any():
         return f"no bin has {_ENOUGH}"

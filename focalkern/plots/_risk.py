@@ -26,9 +26,9 @@ def risk_coverage(
     .. math:: (\text{coverage}(t), \text{risk}(t)) \quad \text{for every threshold } t
 
     Args:
-        curves: what :func:`focalkern.metrics.risk_coverage` returns, or up to four by name.
-        accept: what :func:`focalkern.accept_threshold` returns: a line at its ``max_risk``, a point at its choice, and
-            a stroke from the risk to its bound.
+        curves: a result of :func:`focalkern.metrics.risk_coverage`, or up to four of them by name.
+        accept: a result of :func:`focalkern.accept_threshold`, drawn as a line at its ``max_risk``, a point at its
+            threshold, and a stroke from the risk to its bound.
         title: heading of the figure.
 
     Returns:

@@ -22,11 +22,12 @@ def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = N
 
     .. math:: E_b = \text{conf}_b - \text{acc}_b
 
-    One line per bin, dark for low confidence and light for high. A bin without validation samples has a gap in the
-    upper panel and keeps its gamma in the lower one, where the line at 0 parts focal from inverse focal.
+    The figure has one line per bin, dark for low confidence and light for high confidence. A bin without validation
+    samples has a gap in the upper panel and keeps its gamma in the lower panel. There the line at 0 separates the focal
+    loss from the inverse focal loss.
 
     Args:
-        history: ``AdaFocalLoss.history``, all of one number of bins.
+        history: ``AdaFocalLoss.history``; all records have the same number of bins.
         title: heading of the figure.
 
     Returns:
@@ -36,7 +37,7 @@ def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = N
         ValueError: an empty history.
         ImportError: matplotlib is not installed (on import of this module).
 
-    Source: Ghosh et al., NeurIPS 2022, which shows a few bins so.
+    Source: Ghosh et al., NeurIPS 2022, whose figures show a few bins this way.
 
     Example:
         >>> criterion = fk.AdaFocalLoss(n_bins=2)
@@ -59,7 +60,7 @@ def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = N
     n_bins = gamma.shape[1]
     figure = new_figure(width=7.2, height=6.0)
     above, below = figure.subplots(2, 1, sharex=True)
-    colours = colormaps["cividis"](np.linspace(0, 0.92, n_bins))  # its lightest yellow is lost on white
+    colours = colormaps["cividis"](np.linspace(0, 0.92, n_bins))  # light yellow is not visible on white
     for b in range(n_bins):
         marker = "." if len(history) < 30 else ""
         above.plot(update, error[:, b], color=colours[b], linewidth=1.2, marker=marker)

@@ -1,4 +1,4 @@
-"""The calibration grid over data that comes in batches, from files larger than memory or from several processes."""
+"""The calibration grid for data in batches, from files larger than memory, or from several processes."""
 
 from focalkern.streaming._state import CalibrationGridState
 

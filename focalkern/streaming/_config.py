@@ -1,4 +1,4 @@
-"""The arguments of a grid over batches, checked and compared; checks of a batch."""
+"""Checks and comparison of the arguments of a grid over batches; checks of a batch."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ __all__ = ["GridConfig", "adds_nothing", "as_ours", "short"]
 
 @dataclass(frozen=True, eq=False)
 class GridConfig:
-    """The arguments of a :class:`CalibrationGridState`, as it documents them."""
+    """The checked arguments of a :class:`CalibrationGridState`."""
 
     gammas: Tensor  # [Gg] float64
     temperatures: Tensor  # [Gt] float64
@@ -28,7 +28,7 @@ class GridConfig:
     input_kind: Literal["logits", "probs"]
     ignore_index: int
     n_buckets: int
-    exact: bool  # without effect on bins of equal width, which are exact anyway
+    exact: bool  # no effect with equal_width, which is always exact
 
     @classmethod
     def checked(
@@ -44,7 +44,7 @@ class GridConfig:
         n_buckets: int,
         exact: bool,
     ) -> Self:
-        """The arguments, or the error of the one that cannot be."""
+        """The checked arguments; raises for an invalid one."""
         with as_ours("CalibrationGridState"):
             axes = _checked_axis("gammas", gammas, -1), _checked_axis("temperatures", temperatures, 0)
             names = _criteria(criteria)
@@ -60,17 +60,17 @@ class GridConfig:
 
     @property
     def sketched(self) -> bool:
-        """Whether bins are cut at quantiles, so that buckets approximate them."""
+        """Whether the edges of the bins are quantiles, which the buckets approximate."""
         return self.estimator != "equal_width" and not {"ece", "mce"}.isdisjoint(self.criteria)
 
     @property
     def n_summed(self) -> int:
-        """Bins or buckets of a cell."""
+        """Number of bins or buckets per cell."""
         return self.n_buckets if self.sketched else self.n_bins
 
     @property
     def of_rows(self) -> dict[str, Any]:
-        """Options of the rows, as the operators take them."""
+        """The options of the operators for rows."""
         return {"is_probs": _INPUT_KINDS[self.input_kind], "ignore_index": self.ignore_index}
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class GridConfig:
         }
 
     def digest(self) -> int:
-        """56 bits of :meth:`as_dict`."""
+        """A digest of :meth:`as_dict`, 56 bits."""
         text = json.dumps(self.as_dict(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
@@ -100,7 +100,7 @@ class GridConfig:
 
 
 class as_ours:  # noqa: N801  # reads as a statement
-    """Puts the name of the state's method in front of errors in place of the operator's."""
+    """Context in which errors name the method of the state in place of the operator."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -134,7 +134,7 @@ def _checked_axis(name: str, values: Any, above: float) -> Tensor:
 
 
 def adds_nothing(logits: Tensor, target: Tensor, ignore_index: int) -> bool:
-    """Whether a valid batch has no row that counts; the operator would refuse it."""
+    """Whether all rows of a valid batch are ignored; the operator would raise for such a batch."""
     fits = logits.dim() == 2 and target.dim() == 1 and len(logits) == len(target) and logits.is_floating_point()
     if not fits or target.dtype not in (torch.int64, torch.int32, torch.uint8) or target.device != logits.device:
         return False

@@ -1,4 +1,4 @@
-"""Sums over the buckets of a state, packed to be sent: the buckets that have samples, compressed, without loss."""
+"""Lossless compression of the sums over buckets, for sending a state: only the buckets that have samples."""
 
 import zlib
 from typing import Any
@@ -10,14 +10,14 @@ from focalkern.ops.calibration_sums import CalibrationSums
 
 __all__ = ["packed", "unpacked"]
 
-_FAST = 1  # of zlib: half of the cells' buckets are empty, and more effort saves little
+_FAST = 1  # level of zlib: half of the buckets are empty, and higher levels save little
 
 
 def packed(sums: CalibrationSums) -> dict[str, Any]:
     """The sums as numbers and bytes.
 
-    Empty buckets take a bit each. The others take their counts, in the smallest integers that hold them, and their sums
-    of confidences in float64.
+    An empty bucket takes one bit. Other buckets take their counts, in the smallest integers that hold them, and their
+    sums of confidences in float64.
     """
     found: dict[str, Any] = {"rows": int(sums.rows)}
     if sums.count is not None and sums.confidence is not None and sums.correct is not None:
@@ -26,7 +26,7 @@ def packed(sums: CalibrationSums) -> dict[str, Any]:
         filled = count > 0
         found["shape"] = tuple(sums.count.shape)
         found["filled"] = zlib.compress(np.packbits(filled).tobytes(), _FAST)
-        # Few samples of a bucket are wrong: small numbers.
+        # Store wrong samples instead of correct ones: they are fewer, and small numbers compress better.
         for name, values in (("count", count), ("wrong", count - correct)):
             found[name] = _bytes(values[filled].astype(np.min_scalar_type(int(values.max(initial=0)))))
         found["confidence"] = _bytes(confidence[filled])
@@ -59,7 +59,7 @@ def unpacked(content: dict[str, Any]) -> CalibrationSums:
 
 
 def _bytes(values: np.ndarray[Any, Any]) -> tuple[str, bytes]:
-    """The dtype, and the bytes plane by plane: the first bytes of neighbours are alike, which compresses."""
+    """The dtype and the bytes, grouped by position in the number: these bytes are similar and compress well."""
     planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize).T
     return values.dtype.str, zlib.compress(np.ascontiguousarray(planes).tobytes(), _FAST)
 

@@ -26,12 +26,15 @@ def all_reduced(
     """The total of ``sums`` on every process, and the number of classes; None if no process has seen a row.
 
     Args:
-        op: for errors.
+        op: function that errors name.
         sums: sums of this process; None before its first row.
-        zeros: the sums of no rows, on a device.
+        zeros: a function of a device that returns the sums of zero rows.
         digest: digest of the arguments that all processes must share.
-        n_classes, exact, words: settings of this process, as numbers and in words.
-        group, timeout: as :meth:`CalibrationGridState.all_reduce`, as are the errors.
+        n_classes, exact, words: number of classes, ``exact``, and a description of this process's state for errors.
+        group, timeout: as :meth:`CalibrationGridState.all_reduce`.
+
+    Raises:
+        ValueError, RuntimeError: as :meth:`CalibrationGridState.all_reduce`.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The state of a grid that grows batch by batch."""
+"""The state of a calibration grid to which batches are added."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -21,22 +21,21 @@ _FORMAT = 1
 
 
 class CalibrationGridState:
-    r"""The calibration grid, batch by batch: what :func:`focalkern.calibration_grid` gives of all rows at once.
+    r"""The calibration grid batch by batch; the result is that of :func:`focalkern.calibration_grid` on all rows.
 
-    ``nll``, ``brier`` and, with ``estimator="equal_width"``, ``ece`` and ``mce`` are exact: sums over the samples,
-    in int64 and float64, of what the bins need. The bins of ``"equal_mass"`` and ``"equal_mass_interp"`` are cut at
-    quantiles of the confidences, which are not exact in a fixed amount of memory. Here each cell counts its samples in
-    ``n_buckets`` fixed buckets of the confidence c, uniform in sqrt(2c)/3 up to 1/2 and in 1 - (2/3) (2(1 - c))^(1/4)
-    above. A cut inside a bucket takes its share of the bucket's sums.
-    :meth:`error_bound` is how far the result can be from the exact one, per cell. It is found from the sums
-    themselves: the m lowest of a bucket's n samples have at least max(0, k - (n - m)) and at most min(m, k) of its k
-    correct ones. With ``exact=True`` the rows themselves are kept, in a temporary file.
+    ``nll``, ``brier`` and, with ``estimator="equal_width"``, ``ece`` and ``mce`` are exact: int64 and float64 sums over
+    the samples. The edges of the bins of ``"equal_mass"`` and ``"equal_mass_interp"`` are quantiles of the confidences,
+    which a fixed amount of memory cannot hold exactly. For these, each cell counts its samples in ``n_buckets`` fixed
+    buckets of the confidence c, uniform in sqrt(2c)/3 up to 1/2 and in 1 - (2/3) (2(1 - c))^(1/4) above. An edge inside
+    a bucket divides the sums of the bucket in proportion. :meth:`error_bound` bounds the error of each cell. It follows
+    from the sums: of the k correct samples among the n of a bucket, the m lowest samples contain at least
+    max(0, k - (n - m)) and at most min(m, k). With ``exact=True`` the rows are kept in a temporary file.
 
     Memory does not depend on the number of samples. For the Gg Gt cells it is 8 bytes per cell for each of ``nll`` and
-    ``brier``, and 24 bytes per cell and bucket for ``ece`` and ``mce``: for the 4500 cells of the paper's grid,
-    1.6 MB with ``"equal_width"`` and 15 bins, 111 MB with the 1024 buckets of the others. An update also needs about 16
-    MB of scratch memory, 128 bytes per class and thread, and 5 bytes per row of the batch. Pickled, as engines
-    send it, a state has only the buckets that hold samples, compressed without loss: about a fifth of its memory.
+    ``brier``, and 24 bytes per cell and bucket for ``ece`` and ``mce``: for the 4500 cells of the paper's grid, 1.6 MB
+    with ``"equal_width"`` and 15 bins, 111 MB with the 1024 buckets of the other estimators. An update also needs about
+    16 MB of scratch memory, 128 bytes per class and thread, and 5 bytes per row of the batch. A pickled state has only
+    the buckets that have samples, compressed without loss: about a fifth of its memory.
 
     Args:
         gammas: [Gg] numbers, finite and greater than -1.
@@ -44,20 +43,21 @@ class CalibrationGridState:
         n_bins: M >= 1.
         criteria: from ``"ece"``, ``"mce"``, ``"nll"`` and ``"brier"``.
         estimator: bins of ``ece`` and ``mce``, as for :func:`focalkern.calibration_grid`.
-        input_kind: ``"logits"`` or ``"probs"``, what ``update`` is given.
+        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of :meth:`update`.
         ignore_index: label of ignored rows.
-        n_buckets: >= 16, of the sketch behind the equal-mass estimators; the bound shrinks about as 1 / n_buckets.
-        exact: keep the rows that were seen in an unnamed temporary file in ``spill_dir``, and let :meth:`compute` map
-            it and do what :func:`focalkern.calibration_grid` does: disk space for the input and 8 bytes per row, and
-            in :meth:`compute` memory of 64 bytes per row and gamma. It has no effect for ``"equal_width"``, which is
-            always exact.
-        spill_dir: folder of that file; by default the folder of :mod:`tempfile`.
+        n_buckets: >= 16, number of buckets for the equal-mass estimators; the error bound falls about as
+            1 / n_buckets.
+        exact: keep the rows in an unnamed temporary file in ``spill_dir``; :meth:`compute` maps the file and computes
+            the grid as :func:`focalkern.calibration_grid`. It needs disk space for the input plus 8 bytes per row, and
+            in :meth:`compute` memory of 64 bytes per row and gamma. No effect with ``"equal_width"``, which is always
+            exact.
+        spill_dir: folder of that file; None is the folder of :mod:`tempfile`.
 
     Raises:
         TypeError, ValueError: as :func:`focalkern.calibration_grid`, for the arguments above.
 
     Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598), section 5. Mergeable sketches with fixed buckets: Masson,
-    Rim & Lee, DDSketch, VLDB 2019 (arXiv 1908.10693); the spacing is this project's.
+    Rim & Lee, DDSketch, VLDB 2019 (arXiv 1908.10693); the spacing of the buckets is this project's.
 
     Example:
         >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0], criteria=("nll",))
@@ -100,7 +100,7 @@ class CalibrationGridState:
 
     @property
     def n_samples(self) -> int:
-        """Rows seen so far, without ignored rows."""
+        """Number of rows added so far, without ignored rows."""
         return self._content.n_rows
 
     @property
@@ -121,17 +121,16 @@ class CalibrationGridState:
         )
 
     def update(self, logits: Tensor, target: Tensor) -> Self:
-        """Add a batch: all of it or, when an error is raised, nothing.
+        """Add a batch. After an error the state is unchanged.
 
-        Sums are taken in the order of the rows, so the same batches in the same order give the same bits, for every
-        number of threads. An interrupt (Ctrl-C) waits for the end of the batch.
+        Sums are accumulated in the order of the rows, so the same batches in the same order give the same bits, for
+        every number of threads. An interrupt (Ctrl-C) waits for the end of the batch.
 
         Args:
-            logits: [N, C] or [N, C, d1, ...], logits or probabilities as ``input_kind`` says, with N >= 0 and the C of
-                the batches before; float16, bfloat16, float32 or float64, which may differ from batch to batch (with
-                ``exact=True`` it must not). On any device that has kernels: the sums are where the first batch was,
-                and the contribution of a batch on another device is moved there. A batch on a device without float64 is
-                taken to the CPU.
+            logits: [N, C] or [N, C, d1, ...], logits or probabilities according to ``input_kind``, with N >= 0 and the
+                same C for all batches; float16, bfloat16, float32 or float64, which may differ between batches (not
+                with ``exact=True``). The sums are on the device of the first batch; the sums of a batch on another
+                device are moved there. A batch on a device without float64 is copied to the CPU.
             target: [N] or [N, d1, ...] labels, int64, int32 or uint8, on the device of ``logits``.
 
         Returns:
@@ -166,7 +165,7 @@ class CalibrationGridState:
     def merge(self, other: "CalibrationGridState") -> Self:
         """Add the sums of another state, as if its rows followed the rows of this one.
 
-        Counts add up exactly; float64 sums in any order to 1e-15 relative.
+        Counts are exact; float64 sums depend on the order of merging by about 1e-15 relative.
 
         Args:
             other: a state for the same grid, criteria, bins and kind of input; on any device. It is not changed.
@@ -175,8 +174,8 @@ class CalibrationGridState:
             The state itself.
 
         Raises:
-            TypeError: no CalibrationGridState.
-            ValueError: a state of something else, naming the first difference. In this case the state stays unchanged.
+            TypeError: ``other`` is not a CalibrationGridState.
+            ValueError: a state for another grid, naming the first difference; this state stays unchanged.
 
         Example:
             >>> one, other = (fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0]) for _ in range(2))
@@ -199,21 +198,21 @@ class CalibrationGridState:
         return self
 
     def all_reduce(self, group: Any = None, *, timeout: datetime.timedelta | None = None) -> Self:
-        """Add up the states of all processes of a ``torch.distributed`` group: each has the sum afterwards.
+        """Add up the states of all processes of a ``torch.distributed`` group; afterwards each process has the sum.
 
-        Every process calls it, also one that has seen no rows. The state changes only when all of it has succeeded.
+        Every process must call it, also a process without rows. After an error the state is unchanged.
 
         Args:
-            group: a process group; the default one when None. With gloo the sums travel through the CPU, with NCCL
-                through the current CUDA device.
-            timeout: how long to wait for the others; by default the timeout of the group.
+            group: a process group; None is the default group. With gloo the sums are sent from the CPU, with NCCL from
+                the current CUDA device.
+            timeout: time to wait for the other processes; None is the timeout of the group.
 
         Returns:
             The state itself.
 
         Raises:
             ValueError: the states are for different grids or numbers of classes (on every process), or exact.
-            RuntimeError: torch.distributed is not initialized; another process has died, or did not come in time.
+            RuntimeError: torch.distributed is not initialized; another process has died or did not answer in time.
 
         Example:
             >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -223,7 +222,7 @@ class CalibrationGridState:
             1
             >>> torch.distributed.destroy_process_group()
         """
-        # Where all of them are exact, which is refused, there are no sums to add up.
+        # Exact states have no sums; all_reduced raises for them.
         sums = self._content if isinstance(self._content, SumAccumulator) else SumAccumulator(self._config)
         total, n_classes = all_reduced(
             "CalibrationGridState.all_reduce",
@@ -241,28 +240,28 @@ class CalibrationGridState:
         return self
 
     def compute(self) -> CalibrationGrid:
-        """The grid over all rows seen so far; further batches may follow.
+        """The grid over all rows added so far. More batches may follow.
 
         Returns:
             A :class:`focalkern.CalibrationGrid` on the state's device.
 
         Raises:
-            ValueError: no row was seen.
+            ValueError: no row was added.
         """
         self._check_not_empty("compute")
         return self._content.grid()
 
     def total(self, criterion: Literal["nll", "brier"]) -> Tensor:
-        """The sum of a criterion over the rows seen so far, where :meth:`compute` has the mean.
+        """The sum of a criterion over the rows added so far; :meth:`compute` gives the mean.
 
         Args:
-            criterion: ``"nll"`` or ``"brier"``, out of ``criteria``.
+            criterion: ``"nll"`` or ``"brier"``, one of ``criteria``.
 
         Returns:
             [Gg, Gt] float64, a copy; zeros before the first row.
 
         Raises:
-            ValueError: another criterion, or a state with ``exact=True``, which has rows and no sums.
+            ValueError: another criterion, or a state with ``exact=True``, which keeps rows instead of sums.
 
         Example:
             >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0], criteria=("nll",))
@@ -280,7 +279,7 @@ class CalibrationGridState:
         return content.tensors()[criterion].clone()
 
     def error_bound(self, criterion: str) -> Tensor:
-        """The largest error of :meth:`compute` against all rows at once, apart from rounding.
+        """A bound on the error of :meth:`compute` against the grid of all rows at once, apart from rounding.
 
         Zero, except for ``ece`` and ``mce`` of an equal-mass estimator without ``exact=True``.
 
@@ -291,7 +290,7 @@ class CalibrationGridState:
             [Gg, Gt] float64, in the unit of the criterion.
 
         Raises:
-            ValueError: another criterion; no row was seen.
+            ValueError: another criterion; no row was added.
 
         Example:
             >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0], estimator="equal_mass", n_bins=2)
@@ -312,9 +311,9 @@ class CalibrationGridState:
             raise ValueError(f"CalibrationGridState.{method}: at least one row must have been seen, got none")
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as tensors, numbers and strings: for ``torch.save``, and ``torch.load(weights_only=True)``.
+        """The state as tensors, numbers and strings, for ``torch.save`` and ``torch.load(weights_only=True)``.
 
-        The tensors are the state's own, not copies. With ``exact=True`` the rows are among them.
+        The tensors are the state's own, not copies. With ``exact=True`` they include the rows.
 
         Returns:
             A dictionary.
@@ -344,8 +343,8 @@ class CalibrationGridState:
             The state itself.
 
         Raises:
-            ValueError: no dictionary of :meth:`state_dict`, a later format, or a state with other arguments. In this
-                case the state stays unchanged.
+            ValueError: not a dictionary of :meth:`state_dict`, a later format, or a state with other arguments. The
+                state stays unchanged.
 
         Example:
             >>> state, other = (fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0]) for _ in range(2))
@@ -368,7 +367,7 @@ class CalibrationGridState:
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Self:
-        """The state that :meth:`state_dict` describes, grid and all.
+        """A new state from a :meth:`state_dict`, with its grid and arguments.
 
         Args:
             state_dict: the result of :meth:`state_dict`.

@@ -42,7 +42,7 @@ class Accumulator(Protocol):
 
 
 class SumAccumulator:
-    """The sums of the cells, whose size does not depend on the number of rows."""
+    """Sums of the cells; their size does not depend on the number of rows."""
 
     def __init__(self, config: GridConfig) -> None:
         self.config = config
@@ -97,7 +97,7 @@ class SumAccumulator:
         return {} if self.sums is None else dict(self.sums.items())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle, which sends it to other processes."""
+        """The packed sums, for pickle."""
         return {"config": self.config, "sums": None if self.sums is None else packed(self.sums)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ def _no_bound(config: GridConfig, device: torch.device | None) -> Tensor:
 
 
 def _added(sums: CalibrationSums, others: CalibrationSums) -> CalibrationSums:
-    """New sums, which take the place of the old ones in one step."""
+    """New sums; the caller replaces the old ones in one step, so that an interruption leaves valid sums."""
     with torch.inference_mode(False):  # as in CalibrationSums.zeros
         total = CalibrationSums(sums.rows + others.rows)
         for (name, mine), (_, other) in zip(sums.items(), others.items(), strict=True):
@@ -193,7 +193,7 @@ def _added(sums: CalibrationSums, others: CalibrationSums) -> CalibrationSums:
 
 
 class Spill:
-    """Rows in two unnamed temporary files, which the system removes with the process."""
+    """Rows in two unnamed temporary files, which the system removes when the process ends."""
 
     def __init__(self, n_classes: int, dtype: torch.dtype, folder: str | None) -> None:
         self.n_classes, self.dtype, self.folder = n_classes, dtype, folder
@@ -235,7 +235,7 @@ class Spill:
 
 
 def _saved_sums(subject: str, tensors: Any, zeros: CalibrationSums, n_samples: int) -> CalibrationSums:
-    """``zeros``, filled from a saved state.
+    """``zeros`` filled from a saved state.
 
     Raises:
         ValueError: other tensors than those of ``zeros``.

@@ -1,4 +1,4 @@
-"""The tables of a grid from the sums of its cells, their error bounds, and the bins of cells, cut at quantiles."""
+"""The tables of a grid from the sums of its cells, their error bounds, and quantile bins of cells."""
 
 import math
 from collections.abc import Iterator
@@ -11,28 +11,28 @@ from focalkern.ops.calibration_sums import CalibrationSums
 
 __all__ = ["Cut", "bounds_of", "tables_of"]
 
-# Numbers in a block of cumulative sums.
+# Number of values in a block of cumulative sums.
 _AT_ONCE = 2**15
 
 
-# Tolerance of a bucket's ends: a confidence of float32 is rounded on its way to the bucket.
+# Tolerance of the bounds of a bucket, because float32 confidences are rounded before their bucket is computed.
 _SLACK = 1e-6
 
 
 class _CellBins:
-    """The bins of some cells, by their M + 1 cuts: how many samples lie below, and their sum of confidence - correct.
+    """The bins of some cells by their M + 1 edges: number of samples below, and their sum of confidence - correct.
 
-    If a bin edge falls into a bucket of the sketch, both are known only within bounds.
+    If an edge falls into a bucket of the sketch, both are known only within bounds.
     """
 
     def __init__(self, rank: Tensor, most: Tensor, value: Tensor, low: Tensor, high: Tensor, n_samples: int) -> None:
-        self.rank, self.most = rank, most  # [cells, M + 1] int64: the rank in use, and the largest it can be
+        self.rank, self.most = rank, most  # [cells, M + 1] int64: the rank in use, and its upper bound
         self.value, self.low, self.high = value, low, high  # [cells, M + 1] float64
         self.n_samples = n_samples
 
     @classmethod
     def of_bins(cls, count: Tensor, confidence: Tensor, correct: Tensor, n_samples: int) -> "_CellBins":
-        """``count`` and the others [cells, M] are the bins themselves."""
+        """From bins: ``count`` and the other sums are [cells, M]."""
         rank, value = (torch.nn.functional.pad(x.cumsum(1), (1, 0)) for x in (count, confidence - correct))
         return cls(rank, rank, value, value, value, n_samples)
 
@@ -48,7 +48,7 @@ class _CellBins:
         interpolated: bool,
         limits: bool,
     ) -> "_CellBins":
-        """``count`` and the others [cells, n_buckets] are buckets of the sketch; without ``limits`` no ``bounds``."""
+        """From buckets: ``count`` and the other sums are [cells, n_buckets]. ``bounds`` needs ``limits``."""
         cells, n_buckets = count.shape
         ranks, following = _cuts(n_samples, n_bins, interpolated)
         excess = confidence - correct
@@ -56,7 +56,7 @@ class _CellBins:
         rank = ranks.to(count.device).expand(cells, -1).contiguous()
 
         def bucket_of(samples: Tensor) -> Tensor:
-            """The bucket with the last of the ``samples`` lowest, [cells, M + 1]."""
+            """The bucket that contains the last of the ``samples`` lowest samples, [cells, M + 1]."""
             return torch.searchsorted(up_to, samples.contiguous()).clamp_(max=n_buckets - 1)
 
         def hull(place: Tensor, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class _CellBins:
                 of_lowest = torch.maximum(m * least_of, total - (n - m) * most_of)
                 return of_lowest - torch.minimum(m, k)
 
-            # Concave and convex in m, with kinks: linear pieces end there or at the ends of the range.
+            # The bounds are piecewise linear in m, so their extremes are at kinks or at the ends of the range.
             high = torch.stack([upper(m) for m in (least, most, (n - k).clamp(least, most))]).amax(0)
             low = torch.stack([m * least_of - torch.minimum(m, k) for m in (least, most, k.clamp(least, most))])
             low = torch.where(least == most, lower(least), low.amin(0))
@@ -90,8 +90,8 @@ class _CellBins:
         if not interpolated:
             low, high = hull(place, inside, inside)
             return cls(rank, rank, value, low, high, n_samples)
-        # An edge takes all samples that tie with it; with an edge that rounds up to the next sample, also those that
-        # tie with that one.
+        # An edge includes all samples equal to it. If it rounds up to the next sample, it includes the samples equal to
+        # that one too.
         low, high = hull(place, inside, count.gather(1, place))
         after = bucket_of(following.to(count.device).expand(cells, -1))
         next_low, next_high = hull(after, torch.zeros_like(inside), count.gather(1, after))
@@ -128,11 +128,11 @@ class _CellBins:
     def _total_gap(self) -> tuple[Tensor, Tensor]:
         """The least and the largest sum of |x_(b+1) - x_b| over all x_b in [low_b, high_b]."""
         low, high = self.low.unbind(1), self.high.unbind(1)
-        # No sample's confidence - correct exceeds 1, so neither does that of a bin its size.
+        # |confidence - correct| is at most 1 per sample, so that of a bin is at most its number of samples.
         sizes = (self.most[:, 1:] - self.rank[:, :-1]).double().unbind(1)
-        # The largest is at ends of the intervals: keep the best for either end of the last one.
+        # The largest sum is attained at ends of the intervals: keep the best sum for each end of the last interval.
         at_low = at_high = torch.zeros_like(low[0])
-        # The least: the x that it costs least to be at are an interval, and moving out of it costs the distance.
+        # The least sum: the x with least cost form an interval, and leaving the interval costs the distance to it.
         cost, left, right = torch.zeros_like(low[0]), low[0], high[0]
         for b in range(1, len(low)):
             at_low, at_high = (
@@ -151,13 +151,13 @@ class _CellBins:
 
 
 def _cuts(n_samples: int, n_bins: int, interpolated: bool) -> tuple[Tensor, Tensor]:
-    """Numbers of samples below each of the M + 1 cuts, [M + 1] each: at least, and one that may tie with it."""
+    """Ranks of the M + 1 edges, [M + 1] each: number of samples below, and rank of a sample that may equal the edge."""
     bins = range(n_bins + 1)
     if not interpolated:
         size, larger = divmod(n_samples, n_bins)
         ranks = [bin * size + min(bin, larger) for bin in bins]
         return torch.tensor(ranks), torch.tensor(ranks)
-    # Positions in the sorted samples, as numpy.interp has them; samples up to the position lie below the cut.
+    # Positions in the sorted samples, as in numpy.interp; samples up to the position lie below the edge.
     positions = [n_samples if bin == n_bins else bin * (n_samples / n_bins) for bin in bins]
     at_end = [position >= n_samples - 1 for position in positions]
     ranks = [n_samples if end else math.floor(position) + 1 for position, end in zip(positions, at_end, strict=True)]
@@ -176,12 +176,12 @@ def _bucket_limits(place: Tensor, n_buckets: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The rule that makes bins of the samples of a cell.
+    """The rule for the bins of a cell.
 
     Attributes:
         n_bins, estimator: bins and estimator of the ECE.
-        sketched: whether the sums have buckets to be cut in place of the bins.
-        n_samples: rows seen.
+        sketched: whether the sums are over buckets of the sketch instead of bins.
+        n_samples: number of rows.
     """
 
     n_bins: int
@@ -191,7 +191,7 @@ class Cut:
 
 
 def tables_of(sums: CalibrationSums, cut: Cut) -> dict[str, Tensor]:
-    """Every criterion that is summed: [Gg, Gt] for ``nll`` and ``brier``, [Gg Gt] for ``ece`` and ``mce``."""
+    """The summed criteria: [Gg, Gt] for ``nll`` and ``brier``, [Gg Gt] for ``ece`` and ``mce``."""
     tables = {name: tensor / cut.n_samples for name, tensor in sums.items() if name in ("nll", "brier")}
     if sums.count is not None:
         parts = [bins.tables() for bins in _bins(sums, cut, limits=False)]
@@ -200,13 +200,13 @@ def tables_of(sums: CalibrationSums, cut: Cut) -> dict[str, Tensor]:
 
 
 def bounds_of(sums: CalibrationSums, cut: Cut) -> dict[str, Tensor]:
-    """[Gg Gt] each: how far ``ece`` and ``mce`` can be off."""
+    """Error bounds of ``ece`` and ``mce``, [Gg Gt] each."""
     parts = [bins.bounds() for bins in _bins(sums, cut, limits=True)]
     return {name: torch.cat([part[name] for part in parts]) for name in ("ece", "mce")}
 
 
 def _bins(sums: CalibrationSums, cut: Cut, *, limits: bool) -> Iterator[_CellBins]:
-    """A few cells at a time: the cumulated sums of all would take as much memory as the state."""
+    """The bins of a few cells at a time; cumulative sums of all cells would take as much memory as the state."""
     assert sums.count is not None
     assert sums.confidence is not None
     assert sums.correct is not None
