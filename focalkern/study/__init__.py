@@ -1,4 +1,4 @@
-"""The study behind the command: search the grid, compare calibrators, and report the result."""
+"""The study of ``focalkern calibrate``: search the grid, compare calibrators, and report the result."""
 
 from focalkern.calibrators import CANDIDATES
 from focalkern.study.apply import apply_calibrator

@@ -1,4 +1,4 @@
-"""A saved calibrator on rows without labels: calibrated probabilities, file to file."""
+"""Application of a saved calibrator to rows without labels, from file to file."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ __all__ = ["OUTPUTS", "apply_calibrator"]
 _TABLES = (".csv", ".parquet", ".feather")
 OUTPUTS = (".npy", ".npz", ".safetensors", ".pt", *_TABLES)
 
-# Numbers in a batch.
+# Number of logits in a batch.
 _BATCH = 1 << 22
 
 
@@ -36,30 +36,30 @@ def apply_calibrator(
     logits_key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Calibrated probabilities of the rows of ``source``. Labels are not read.
+    """Writes the calibrated probabilities of the rows of ``source``. Labels are not read.
 
     Logits [N, C, d1, ...] give probabilities of the same shape, the classes in axis 1.
 
     Args:
-        calibrator: fitted, or the file that ``save`` has written.
-        source: .npz, .npy, .pt, .safetensors, .zarr, .csv, .parquet or .feather; or a folder, pattern or ``@LIST`` of
-            any of them but .csv, which are read in the order of their names and numbers; also URLs. ``.npy``,
-            ``.safetensors`` and ``.zarr`` are read a few rows at a time.
+        calibrator: a fitted calibrator, or the file that ``save`` has written.
+        source: a file .npz, .npy, .pt, .safetensors, .zarr, .csv, .parquet or .feather; a folder, pattern or ``@LIST``
+            of files of one of these formats except .csv, which are read in the order of their names and numbers; or
+            URLs. ``.npy``, ``.safetensors`` and ``.zarr`` are read a few rows at a time.
         out: ``.npy`` (written a few rows at a time), ``.npz``, ``.safetensors`` or ``.pt`` with an array ``probs`` (or
-            ``val_probs``, ``test_probs``, as the array in ``source`` is called), or ``.csv``, ``.parquet`` or
-            ``.feather`` with the columns ``prob_<class>``, the class being the name or number of the column of a table,
-            or ``0, 1, ...``; all other columns of a table stay as they are. float64 where the source is, or is a table,
-            else float32. An existing file is replaced only when the new one is complete.
-        input_kind: ``"logits"`` or ``"probs"``: what ``source`` holds; None infers it from its names.
-        logits_key: the array of the logits, or a pattern for the columns of the classes.
+            ``val_probs``, ``test_probs``, by the name of the array in ``source``); or ``.csv``, ``.parquet`` or
+            ``.feather`` with the columns ``prob_<class>``. The class is the name or number of the column in a table, or
+            ``0, 1, ...``; all other columns of a table are kept. The dtype is float64 if the source is float64 or a
+            table, else float32. An existing file is replaced only when the new one is complete.
+        input_kind: ``"logits"`` or ``"probs"``, the content of ``source``; None infers it from names.
+        logits_key: name of the array of logits, or a pattern for the columns of the classes.
         storage_options: options of the fsspec file system of URLs.
 
     Returns:
-        By the name of every array that was written, its shape.
+        The shape of every array that was written, by its name.
 
     Raises:
         InputError: files that cannot be used, or that do not fit the calibrator.
-        ValueError: ``calibrator`` is not a calibrator.
+        ValueError: ``calibrator`` is not a file of a calibrator.
 
     Example:
         >>> labels = torch.arange(30) % 3
@@ -106,7 +106,7 @@ def apply_calibrator(
 
 
 def _batches(fitted: Calibrator, rows: UnlabelledRows) -> Iterator[Tensor]:
-    """[n, C, d1, ...], contiguous."""
+    """The batches [n, C, d1, ...] of probabilities, contiguous."""
     for input in rows.batches(_BATCH):
         probs = torch.as_tensor(fitted.predict_proba(input))
         yield probs.unflatten(0, (-1, *rows.pixels)).movedim(-1, 1).contiguous() if rows.pixels else probs
@@ -118,8 +118,8 @@ def _together(fitted: Calibrator, rows: UnlabelledRows) -> Tensor:
 
 
 def _stream(fitted: Calibrator, rows: UnlabelledRows, out: Path) -> None:
-    """A few rows at a time. Not written through a mapped file, because a full disk would then kill the process without
-    a message."""
+    """Writes a .npy file a few rows at a time. It uses no memory map, because on a full disk a write to a map kills the
+    process without a message."""
     with opened_atomically(out) as stream:
         begun = False
         for probs in _batches(fitted, rows):
@@ -155,7 +155,7 @@ def _table(suffix: str, probs: Tensor, rows: UnlabelledRows) -> bytes:
     if suffix == ".csv":
         text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
         writer = csv.writer(text, lineterminator="\n")
-        # this many digits distinguish all float32 numbers
+        # enough digits to distinguish all float32 numbers
         text_of = repr if probs.dtype == torch.float64 else "{:.9g}".format
         cells = [[text_of(value) for value in column] for column in probs.T.tolist()]
         columns = [*(_as_text(column) for _, column in before), *cells, *(_as_text(column) for _, column in after)]

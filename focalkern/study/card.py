@@ -28,24 +28,24 @@ def calibrator_card(path: str | os.PathLike[str]) -> str:
     """A card for a saved calibrator, for colleagues who will use it.
 
     Its sections follow the model cards of Hugging Face: details, uses, how to start, data, evaluation, limits, source.
-    Data, date and metrics come from :meth:`focalkern.Study.save` or ``focalkern calibrate``; if they were not saved
-    with the calibrator, the card says that they are not recorded.
+    Data, date and metrics come from :meth:`focalkern.Study.save` or ``focalkern calibrate``. If the file of the
+    calibrator lacks them, the card says that they are not recorded.
 
     Args:
         path: the file of the calibrator.
 
     Returns:
-        Markdown. Scores are fractions.
+        Markdown text. Metrics are fractions.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a calibrator, or is of a newer version.
+        ValueError: the file is not a calibrator, or is of a newer version.
 
     Source: Mitchell et al. 2019 (arXiv 1810.03993), model cards.
 
     Example:
         >>> labels = torch.arange(600) % 3
-        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # confident, wrong in 1 of 5 rows
         >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
         >>> study.save("calibrator.json")
         >>> print(fk.study.calibrator_card("calibrator.json").splitlines()[6])
@@ -184,5 +184,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _ascii_off(text: str) -> str:
-    """Arrows and plus-minus signs for the ASCII of a terminal."""
+    """Replaces the ASCII of a terminal by arrows and plus-minus signs."""
     return text.replace("->", "\u2192").replace("+-", "\u00b1")

@@ -1,4 +1,4 @@
-"""The comparison: candidates cross-validated, the grid searched, and all of them scored on test samples."""
+"""The comparison: cross-validation of candidates, search of the grid, and scores of all results on test samples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -68,61 +68,60 @@ def compare_calibrators(
 ) -> Study:
     r"""Compare calibrators and recommend one, with the reason and its cost, as ``focalkern calibrate`` does.
 
-    The candidates are fitted on the validation samples and compared there by cross-validation, all on the same folds.
-    Among those that change no predicted class the one with the lowest mean loss is held; a richer one takes its place
-    if its mean loss is lower by more than half a standard error of the paired difference; see
-    :class:`focalkern.AutoCalibrator`. Test samples never choose. Beside the candidates the table has focal temperature
-    scaling by the criterion, and with ``all=True`` the paper's two choices, the lowest ECE (``equal_mass``) of its grid
+    The candidates are fitted on the validation samples and compared by cross-validation, all on the same folds. The
+    rule starts with the candidate of lowest mean loss among those that change no predicted class. A richer candidate
+    replaces it if its mean loss is lower by more than half a standard error of the paired difference; see
+    :class:`focalkern.AutoCalibrator`. Test samples do not influence the choice. The table also has focal temperature
+    scaling by the criterion, and with ``all=True`` the paper's two choices: the lowest ECE (``equal_mass``) of its grid
     for temperature scaling and for focal temperature scaling.
 
     Args:
-        validation: samples to fit and to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays (of pixels
-            [N, C, d1, ...] and [N, d1, ...]), a set of
-            :func:`focalkern.study.stream_sets`, or a pattern of files for it. With files, focal temperature
-            scaling is searched on the grid, and candidates that need all samples in memory (such as
-            ``"spline-matrix"``) are left out; the verdict's warnings name them.
-        test: samples to score. None takes the validation samples; the scores are then optimistic, and the verdict says
-            so.
-        candidates: names out of ``"none"``, ``"temperature"`` (:class:`focalkern.RobustTemperatureScaling`),
-            ``"spline"``, ``"spline-vector"``, ``"spline-matrix"`` (all of these when None) and the others in
-            ``focalkern.study.CANDIDATES``; or a mapping of names to anything with ``fit(logits, labels)`` and
-            ``predict_proba(logits)``, the simplest first. No calibration is always among them.
-        criterion: ``"nll"`` or ``"brier"``, proper losses, to fit and compare the candidates by; or ``"ece"``, the
-            paper's choice: focal temperature scaling by the ECE. The verdict then says what that costs in NLL.
+        validation: samples for the fits and the choice: a pair (logits [N, C], labels [N]) of tensors or arrays (for
+            pixels [N, C, d1, ...] and [N, d1, ...]), a set of :func:`focalkern.study.stream_sets`, or a pattern of
+            files. With files, focal temperature scaling is searched on the grid, and candidates that need all samples
+            in memory (such as ``"spline-matrix"``) are left out; the warnings of the verdict name them.
+        test: samples for the scores. None uses the validation samples; the scores are then optimistic, and the verdict
+            says so.
+        candidates: some of ``"none"``, ``"temperature"`` (:class:`focalkern.RobustTemperatureScaling`), ``"spline"``,
+            ``"spline-vector"``, ``"spline-matrix"`` and the other names in ``focalkern.study.CANDIDATES``; None is the
+            five named here. Or a mapping of names to objects with ``fit(logits, labels)`` and
+            ``predict_proba(logits)``, the simplest first. No calibration is always included.
+        criterion: ``"nll"`` or ``"brier"``, a proper loss, for the fits and the comparison; or ``"ece"``, the paper's
+            choice: focal temperature scaling by the ECE. The verdict then states the cost in NLL.
         estimator: estimator of the ECE in the verdict: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``.
         n_bins: number of bins of every ECE.
         folds: number of folds of the cross-validation, at least 2.
         resamples: number of bootstrap resamples for the intervals; 0 for none. By default 200, or none if that would
             take minutes.
         seed: random seed of the folds and of the resamples.
-        input_kind: ``"logits"`` or ``"probs"``: what the pairs hold. Without it, logits that look like probabilities
-            raise an error.
+        input_kind: ``"logits"`` or ``"probs"``, the content of the pairs. Without it, logits that look like
+            probabilities raise an error.
         keep_predictions: choose only among candidates that change no predicted class.
         accept_risk: an error rate in (0, 1). The verdict then has one more line, from the test samples: the confidence
-            above which predictions can be accepted, the share of such predictions, and the 95% upper bound of their
+            above which predictions can be accepted, the fraction of such predictions, and the 95% upper bound of their
             error rate (:func:`focalkern.accept_threshold`).
         ignore_index: label of ignored rows, in pairs and in files.
         storage_options: options for patterns that are URLs, as in :func:`focalkern.files.read_sets`.
 
     Returns:
-        A :class:`focalkern.Study`: ``verdict``, ``calibrator`` (fitted, the one to use), ``table()``, ``to_dict()``,
-        ``to_dataframe()``, ``write_report(folder)``; it shows itself in a notebook.
+        A :class:`focalkern.Study` with ``verdict``, ``calibrator`` (the recommended one, fitted), ``table()``,
+        ``to_dict()``, ``to_dataframe()`` and ``write_report(folder)``. A notebook displays its table.
 
     Raises:
         TypeError: samples of another type; a candidate without ``fit`` or ``predict_proba``.
         ValueError: an unknown option or name; samples that cannot be used, naming the first; test samples with another
             number of classes.
 
-    Source: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3 (the rule of one standard error);
+    Source: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3 (the one-standard-error rule);
     Komisarenko & Kull 2024 (arXiv 2408.11598), section 5 (the grid).
 
     Example:
         >>> labels = torch.arange(600) % 3
-        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # confident, wrong in 1 of 5 rows
         >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
         >>> print(study.verdict.use)
         spline matrix scaling: NLL 0.8360 -> 0.5439, Brier 0.3807 -> 0.3230, ECE 0.1647 -> 0.0004 on 300 test rows
-        >>> study.calibrator.predict_proba(logits[1:2]).round(decimals=3)  # the class above was right in 1 of 5 rows
+        >>> study.calibrator.predict_proba(logits[1:2]).round(decimals=3)  # the class above is correct in 1 of 5 rows
         tensor([[0.1610, 0.8000, 0.0390]])
     """
     for name, value, known in (
@@ -192,29 +191,29 @@ def run_study(
     """Fit and choose calibrators on ``validation``, and score them on ``test``.
 
     The results are no calibration and the paper's two: temperature scaling and focal temperature scaling with the
-    lowest ECE of one grid. Temperature scaling is its row gamma = 0, also where ``gammas`` has no 0. ``method="auto"``
-    adds every candidate. Another method adds both scalings by a proper loss from the same grid, and the method itself
-    by its search and bins; for a search other than ``"grid"`` and for bins, both sets must be in memory.
+    lowest ECE of one grid. Temperature scaling is the row gamma = 0, which is added if ``gammas`` lacks 0.
+    ``method="auto"`` adds every candidate. Another method adds both scalings by a proper loss from the same grid, and
+    the method itself with its search and bins; a search other than ``"grid"`` and bins need both sets in memory.
 
     Args:
-        validation: samples to fit and to choose by.
-        test: samples to score; ``validation`` itself without a test set.
+        validation: samples for the fits and the choice.
+        test: samples for the scores; ``validation`` itself without a test set.
         gammas, temperatures: the grid; the first of equal cells is used.
         method: ``"auto"``, or ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
         candidates, keep_predictions, folds: settings of the cross-validation of ``"auto"``; see
             :func:`focalkern.compare_calibrators`.
-        criterion: to choose by.
-        search: for gamma and T of a named method. None is the calibrator's own search: by derivatives for NLL and Brier
-            score, but on the grid if it is not the default or if the samples are read in parts.
-        binning: bins after the method's scaling, or of ``"histogram"``; None for none.
-        estimator, n_bins: estimator and bins of the ECE that chooses; ``n_bins`` is also for ``binning`` and the ECEs
-            of the scores.
+        criterion: loss that chooses.
+        search: search for gamma and T of a named method. None is the default search of the calibrator: by derivatives
+            for NLL and Brier score, but on the grid if the grid is not the default or the samples are read in parts.
+        binning: bins after the method's scaling, or of ``"histogram"``; None is no bins.
+        estimator, n_bins: estimator and bins of the ECE as a criterion; ``n_bins`` also applies to ``binning`` and to
+            the ECEs of the scores.
         report_estimator: estimator of the ECE in the verdict and the remarks.
-        resamples: number of resamples of the bootstrap on ``test``; 0 for none, :func:`default_resamples` when None.
+        resamples: number of bootstrap resamples of ``test``; 0 for none, None for :func:`default_resamples`.
         seed: random seed of the folds and of the resamples.
         accept_risk: the largest error rate of accepted rows; None for no threshold.
-        brief: for ``method="auto"`` and samples in memory, compute only the verdict and its scores on the test samples:
-            no remarks, and of the grid the cells that may have the lowest ECE.
+        brief: for ``method="auto"`` and samples in memory, compute only the verdict and the scores on the test samples:
+            no remarks, and only those cells of the grid that may have the lowest ECE.
     """
     same = test is validation
     validation = as_samples(validation)
@@ -249,7 +248,7 @@ def run_study(
             validation, made, searched, gammas, criterion=proper, folds=folds, seed=seed
         )
         others = []
-        if candidates is None and validation.memory is None:  # beside the candidates, for comparison
+        if candidates is None and validation.memory is None:  # for comparison with the candidates
             others = [one for one in _of_grid(grid, gammas, (proper,), validation) if one.method == focal]
         elif candidates is None:
             others = _of_method(
@@ -276,7 +275,7 @@ def run_study(
             "estimator": estimator,
             "n_bins": n_bins,
         }
-        if by_derivatives:  # both scalings, so that the one that was asked for has its baseline
+        if by_derivatives:  # both scalings, because one is the baseline of the other
             of_proper = [one for name in SCALINGS for one in _of_method(validation, method=name, **options)]
             results = [none, *_of_grid(grid, gammas, ("ece",), validation), *of_proper]
         else:
@@ -322,7 +321,7 @@ def _of_grid(
 
 
 def _of_cross_validation(cross_validation: CrossValidation) -> list[CalibratorResult]:
-    """The candidates, no calibration first, without scores."""
+    """Results for the candidates, no calibration first, without scores."""
     results = []
     for entry in cross_validation.entries:
         scaling = None if entry.name == "none" else scaling_or_none(entry.calibrator)
@@ -346,7 +345,7 @@ def _of_method(
     estimator: Estimator,
     n_bins: int,
 ) -> list[CalibratorResult]:
-    """Results besides the grid: the scaling by another search, and bins. The last one is the requested calibrator.
+    """Results in addition to the grid: the scaling by another search, and bins. The last is the requested calibrator.
 
     Args:
         validation: in memory.
@@ -384,6 +383,6 @@ def _of_method(
 
 
 def _can_be_fitted(scaling: Scaling, input: Tensor, labels: Tensor) -> bool:
-    """The NLL is infinite in every cell if a sample gives its class probability 0; other criteria are always finite."""
+    """Whether the criterion is finite in some cell. The NLL is infinite in all if a true class has probability 0."""
     impossible = 0.0 if scaling.input_kind == "probs" else -math.inf
     return scaling.criterion != "nll" or not bool((input.gather(1, labels.unsqueeze(1)) == impossible).any())

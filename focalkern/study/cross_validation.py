@@ -1,4 +1,4 @@
-"""Cross-validation of candidates: fitted on folds in memory, by sums for samples in files."""
+"""Cross-validation of candidates: by fits on folds for samples in memory, by sums for samples in files."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ from focalkern.study.scores import identity
 
 __all__ = ["cross_validate_samples", "source_of"]
 
-# An axis whose end is an optimum is extended at most this often; each time is a pass over the samples.
+# Largest number of extensions of an axis whose end is an optimum; each extension is a pass over the samples.
 _EXTENSIONS = 3
 
 
@@ -41,8 +41,8 @@ def cross_validate_samples(
 
     Args:
         samples: in memory, or in files. Samples in files use the folds of ``search``.
-        candidates: by name. Samples in files allow temperature, focal temperature and spline scaling only; the others
-            are left out, with a reason.
+        candidates: by name. For samples in files only temperature, focal temperature and spline scaling are fitted; the
+            others are left out, with a reason.
         search: the result of :func:`search_grid` with these folds.
         gammas: grid of focal temperature scaling.
         criterion, folds, seed: settings of the cross-validation.
@@ -61,9 +61,9 @@ def _streamed_cross_validation(
     gammas: Sequence[float],
     criterion: Proper,
 ) -> CrossValidation:
-    """By sums over the samples; temperature and focal temperature scaling by those over the grid.
+    """Cross-validation by sums over the samples; temperature and focal temperature scaling use the sums of the grid.
 
-    The optimum of a scaling without a fold is the cell with the smallest sum over the other folds; the search has the
+    The optimum of a scaling without a fold is the cell with the smallest sum over the other folds. The search has the
     sums of each fold.
     """
     folds = len(search.fold_totals)
@@ -84,7 +84,7 @@ def _streamed_cross_validation(
 
 
 def source_of(samples: StreamedSamples) -> RowSource:
-    """The samples for a fit by sums: those of this process in memory if all processes' fit there, else in batches."""
+    """The samples for a fit by sums: in memory if the samples of every process fit into memory, else in batches."""
 
     def add_up(sums: Tensor) -> Tensor:
         processes = samples.processes
@@ -112,7 +112,7 @@ def source_of(samples: StreamedSamples) -> RowSource:
 def _fits_of_grid(
     samples: StreamedSamples, names: Sequence[str], search: GridSearch, gammas: Sequence[float], criterion: Proper
 ) -> dict[str, FoldedFit]:
-    """The scalings of these names, on all samples and without each fold."""
+    """Fits of the named scalings, on all samples and without each fold."""
     scalings, search, gammas = _optima_inside(samples, search, tuple(gammas), criterion)
     grid, totals = search.grid, search.fold_totals
     outside = totals.sum(0) - totals  # sums over the samples outside of each fold
@@ -138,9 +138,9 @@ def _apply(cell: tuple[float, float], kind: InputKind, input: Tensor) -> Tensor:
 def _optima_inside(
     samples: StreamedSamples, search: GridSearch, gammas: tuple[float, ...], criterion: Proper
 ) -> tuple[dict[str, Scaling | None], GridSearch, tuple[float, ...]]:
-    """The scalings by method, with the search and the gammas they are optima of.
+    """The optimal scalings by method, with the search and the gammas from which they come.
 
-    While an optimum lies at an end of an axis, one more pass extends the axis.
+    While an optimum lies at an end of an axis, another pass extends the axis.
     """
     for extension in range(_EXTENSIONS + 1):
         scalings = scalings_of_grid(search.grid, gammas, criterion, samples)
@@ -172,7 +172,7 @@ def _extended(
     temperatures: Sequence[float],
     criterion: Proper,
 ) -> GridSearch:
-    """One more pass, for the criterion alone, on longer axes; the folds are those of ``search``."""
+    """Another pass, only for the criterion, on longer axes with the folds of ``search``."""
     like, n_folds = search.grid, len(search.fold_totals)
     state = grid_state(samples, gammas, temperatures, like.n_bins, "equal_width", criteria=(criterion,))
     totals = torch.zeros(n_folds, len(gammas), len(temperatures), dtype=torch.float64)
@@ -187,7 +187,7 @@ def _extended(
 
 
 def _lowest_cell(sums: Tensor, grid: CalibrationGrid, rows: Sequence[int]) -> tuple[float, float] | None:
-    """(gamma, T) of the first smallest finite sum among some rows of the grid."""
+    """(gamma, T) of the smallest finite sum (of equal ones the first) among some rows of the grid."""
     part = sums[list(rows)].nan_to_num(nan=math.inf)
     if not bool(part.isfinite().any()):
         return None

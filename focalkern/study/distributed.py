@@ -24,18 +24,18 @@ _STATE_FORMAT = 2
 
 
 class Processes:
-    """The processes of a gloo group: started by torchrun, connected by an address, or a single one.
+    """The processes of a gloo group: started by torchrun, connected by an address, or a single process.
 
     Every rank reads its share of the samples. Rank 0 gets all results, prints and writes. An existing group, as in a
-    worker of Ray Train, is reused and stays open when this is closed.
+    worker of Ray Train, is reused, and :meth:`close` leaves it open.
 
     Args:
-        timeout: seconds that a process waits for the others; None for one process, also under torchrun.
-        rank, size: rank of this process and number of processes; by default those that torchrun has set.
-        address: ``"HOST:PORT"`` at which rank 0 listens; with ``rank`` and ``size``.
+        timeout: seconds that a process waits for the others; None for a single process, also under torchrun.
+        rank, size: rank of this process and number of processes; None uses the values of torchrun.
+        address: ``"HOST:PORT"`` at which rank 0 listens; needs ``rank`` and ``size``.
 
     Raises:
-        InputError: the others did not start in time, or have died.
+        InputError: the other processes did not start in time, or have died.
         ValueError: one of ``rank``, ``size`` and ``address`` without the others, or without ``timeout``.
 
     Example:
@@ -83,7 +83,7 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
-            # A group whose other half is gone may abort the interpreter when both end together.
+            # If another process has died, closing the group at exit may abort the interpreter.
             atexit.register(os._exit, 2)
             reason = str(error.__cause__ or error).strip().partition("\n")[0].partition(". This is")[0]
             raise InputError(
@@ -110,7 +110,7 @@ class Processes:
         return tensor
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0, to the bit, on every process."""
+        """The tensor of rank 0 on every process, with the same bits."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -119,7 +119,7 @@ class Processes:
         return tensor
 
     def to_first(self, tensor: Tensor) -> Tensor:
-        """On rank 0, the [n_i] of all processes in the order of the ranks; empty on the others."""
+        """On rank 0, the tensors [n_i] of all processes, concatenated by rank; empty on other ranks."""
         if self.size == 1:
             return tensor
         import torch.distributed as dist
@@ -136,7 +136,7 @@ class Processes:
         return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
 
     def close(self) -> None:
-        """End the group, if this has started it."""
+        """End the group if this object has started it."""
         if self._ends:
             import torch.distributed as dist
 
@@ -145,13 +145,13 @@ class Processes:
 
 
 class Progress:
-    """A state file, written regularly: the same command resumes from it.
+    """A state file that is written at intervals, so that the same command can resume from it.
 
     Args:
-        path: the file; None for none. With several processes each writes its own, FILE.0-of-2 and FILE.1-of-2.
+        path: the file; None writes none. Each of several processes writes its own, FILE.0-of-2 and FILE.1-of-2.
         every: seconds between two writes.
         processes: the processes that share the work.
-        say: called with a sentence when the work resumes and when it stops.
+        say: function that is called with a sentence when the work resumes and when it stops.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Progress:
             kept = found["totals"]
         except InputError:
             raise
-        except Exception as error:  # torch.load may raise anything for a file of another kind
+        except Exception as error:  # torch.load may raise any error for a file of another kind
             raise InputError(
                 f"{self.path}: expected a state that this command has written, found something else"
             ) from error
@@ -218,7 +218,7 @@ def _first_difference(found: Any, expected: Any) -> str:
 
 @contextlib.contextmanager
 def stopping_between_batches(resumable: bool) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks to save and stop; a second one stops at once."""
+    """Context in which the first Ctrl-C or SIGTERM requests a save and a stop; a second one stops at once."""
     asked: list[int] = []
     if not resumable:
         yield lambda: False

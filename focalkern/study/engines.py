@@ -1,4 +1,4 @@
-"""Tasks on any ``concurrent.futures.Executor``: results as they come, a second try for lost ones, an end by Ctrl-C."""
+"""Tasks on any ``concurrent.futures.Executor``: results in order of completion, retries of lost tasks, Ctrl-C."""
 
 import contextlib
 import signal
@@ -29,20 +29,19 @@ def run_tasks(
     """Call ``function(task, attempt)`` for every task and yield its results.
 
     A task is lost if its future raises, because its worker or another worker of the pool died. Every part of a lost
-    task is
-    tried once more, alone, after all others: a part that is lost again is the cause.
+    task is tried once more, alone, after all other tasks. A part that is lost again is taken as the cause.
 
     Args:
-        executor: any with ``submit``.
-        function: returns one result per name of a task. ``attempt`` is 0 or 1; it tells the second try from the first
-            for a scheduler that would answer equal calls with the same result.
+        executor: an object with ``submit``.
+        function: returns one result per name of a task. ``attempt`` is 0 or 1, because some schedulers return the same
+            result for equal calls.
         tasks: lists of names.
-        keep: receives a name and its result, in this thread, in the order in which tasks end.
-        lost: receives a name and the reason.
-        window: how many tasks may be submitted at a time; None is all of them.
+        keep: called with a name and its result, in this thread, in order of completion.
+        lost: called with a name and the reason.
+        window: largest number of tasks submitted at a time; None submits all.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C. Waiting tasks are cancelled, finished ones are kept.
+        KeyboardInterrupt: Ctrl-C. Waiting tasks are cancelled; results of finished tasks are kept.
     """
     suspects = _run(executor, function, tasks, 0, keep, window)
     alone = [[name] for task, _ in suspects for name in task]
@@ -79,7 +78,7 @@ def _run(
                 task = waiting.popleft()
                 try:
                     future = executor.submit(function, task, attempt)
-                except RuntimeError as error:  # an executor that is broken or shut down
+                except RuntimeError as error:  # the executor is broken or shut down
                     future = Future()
                     future.set_exception(error)
                 running[future] = task
@@ -107,11 +106,11 @@ def _reason(error: BaseException | None) -> str:
 class LocalPool(Executor):
     """Processes of this machine, as in :class:`concurrent.futures.ProcessPoolExecutor`, with two differences.
 
-    A pool with a dead worker is replaced by the next ``submit``. The workers ignore Ctrl-C, which a terminal sends to
-    all processes of a command: only this process handles it.
+    ``submit`` replaces a pool with a dead worker. The workers ignore Ctrl-C, which a terminal sends to all processes of
+    a command; only this process handles it.
 
     Args:
-        jobs: processes.
+        jobs: number of processes.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -122,13 +121,13 @@ class LocalPool(Executor):
         return ProcessPoolExecutor(self._jobs, get_context("spawn"))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        with _without_ctrl_c():  # a worker is started here, and inherits the mask
+        with _without_ctrl_c():  # this call may start a worker, which inherits the signal mask
             try:
                 return self._pool.submit(fn, *args, **kwargs)
             except BrokenProcessPool:
                 self._pool.shutdown(wait=False)
                 self._pool = self._new()
-            except RuntimeError:  # in a worker, which is importing the script
+            except RuntimeError:  # this process is a worker that imports the script
                 raise OSError(_NO_START) from None
             try:
                 self._pool.submit(int).result()
@@ -140,8 +139,8 @@ class LocalPool(Executor):
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
     def terminate(self) -> None:
-        """Kill the workers; they write no files."""
-        workers = list((getattr(self._pool, "_processes", None) or {}).values())  # shutdown forgets them
+        """Kill the workers. This is safe, because they write no files."""
+        workers = list((getattr(self._pool, "_processes", None) or {}).values())  # shutdown clears them
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.terminate()
@@ -155,8 +154,8 @@ class LocalPool(Executor):
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block, and never reaches a process that is started in it."""
-    resource_tracker.ensure_running()  # its own start ends with SIGINT unblocked
+    """Context in which Ctrl-C waits until the end of the block, and never reaches a process started in the block."""
+    resource_tracker.ensure_running()  # its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -21,10 +21,10 @@ class Evaluation:
     """The result of :func:`evaluate_rows`.
 
     Attributes:
-        samples: the set.
-        results: no calibration, and the calibrator if there is one: a :class:`focalkern.study.CalibratorResult` each.
+        samples: the samples.
+        results: a :class:`focalkern.study.CalibratorResult` for no calibration, and one for the calibrator if given.
         n_bins: number of bins of every ECE.
-        remarks: sentences that the reader needs.
+        remarks: sentences for the reader of the table.
 
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3)[[0, 1, 2, 0]], labels=[0, 1, 2, 1])
@@ -43,10 +43,10 @@ class Evaluation:
         return f"{source}; {self.n_bins} bins\n\n{format_table(self.results)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as ``json.dumps`` takes it.
+        """The evaluation as data for ``json.dumps``.
 
         Returns:
-            Texts, numbers and lists. An infinite score is None.
+            A dictionary of strings, numbers and lists. An infinite score is None.
         """
         return {
             "source": self.samples.source,
@@ -71,16 +71,16 @@ class Evaluation:
 def evaluate_rows(
     given: LogitSet | Samples, calibrator: Calibrator | None = None, *, name: str = "the calibrator", n_bins: int = 15
 ) -> Evaluation:
-    """Accuracy, NLL, Brier score and calibration errors of a set, without calibration and calibrated.
+    """Accuracy, NLL, Brier score and calibration errors of a set, before and after calibration.
 
     Args:
         given: a set of :func:`focalkern.files.read_sets` or :func:`focalkern.study.stream_sets`.
-        calibrator: fitted; None for the scores without calibration only.
+        calibrator: a fitted calibrator; None gives only the scores without calibration.
         name: name of the calibrator in errors.
         n_bins: number of bins of every ECE.
 
     Returns:
-        An :class:`Evaluation`; as text, a table.
+        An :class:`Evaluation`; its ``str()`` is a table.
 
     Raises:
         InputError: the calibrator cannot be applied to these rows.
@@ -115,7 +115,7 @@ def evaluate_rows(
 
 
 def _method(calibrator: Calibrator) -> str:
-    """The name of the row: of bins after a scaling that of the scaling, and as in the table of a comparison."""
+    """The method of a calibrator as in the table of a comparison; for bins after a scaling, the method of the scaling."""
     scaling = scaling_or_none(calibrator.scaling_) if isinstance(calibrator, HistogramBinning) else None
     if isinstance(calibrator, RobustTemperatureScaling):
         return "temperature"
@@ -123,7 +123,7 @@ def _method(calibrator: Calibrator) -> str:
 
 
 def _check(name: str, calibrator: Calibrator, rows: Samples) -> None:
-    """Raises InputError where the calibrator cannot be applied to the rows."""
+    """Raises InputError if the calibrator cannot be applied to the rows."""
     if isinstance(calibrator, MultiLabelScaling):
         raise InputError(f"{name}: expected a calibrator of one label per row, found {calibrator.method!r}")
     if calibrator.one_logit_:

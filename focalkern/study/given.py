@@ -26,7 +26,7 @@ def given_samples(
     ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Samples:
-    """A pair, a pattern of files or samples, as a study takes them.
+    """The samples of a study from a pair, a pattern of files, or samples.
 
     Args:
         op, name: names of the function and the argument, for errors.

@@ -20,17 +20,17 @@ from focalkern.study.scores import NO_LABEL, score
 
 __all__ = ["GridSearch", "add_by_fold", "grid_state", "scalings_of_grid", "search_grid"]
 
-# Another pass follows if other cells then have the lowest values.
+# Largest number of passes; another pass is needed if other cells have the lowest values after one.
 _REFINEMENTS = 4
-_REFINED_CELLS = 32  # cells of temperature scaling, and as many with other gammas
+_REFINED_CELLS = 32  # number of cells of temperature scaling, and of cells with other gammas
 _REFINED_BUCKETS = 1 << 16
-# The lowest of those get exact scores.
+# Number of the lowest of these cells that get exact scores.
 _MEASURED_CELLS = 4
 
-# A float32 confidence 1 / (1 + R) is off by R / (1 + R)^2 times the error of log R, which is a few units of rounding
-# (6e-8) times (1 + gamma) (1 + |log R|): with the paper's gammas less than 1e-5. The margin is ten times that.
+# The error of a float32 confidence 1 / (1 + R) is R / (1 + R)^2 times the error of log R, and that is a few units of
+# rounding (6e-8) times (1 + gamma) (1 + |log R|): below 1e-5 for the paper's gammas. The margin is ten times larger.
 _FLOAT32_MARGIN = 1e-4
-_FIRST_CELLS = 16  # the kernel computes as many temperatures at once
+_FIRST_CELLS = 16  # number of temperatures that the kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GridSearch:
         bound: [Gg, Gt] float64, error bounds of the ECEs; 0 where they are exact.
         fold_totals: [folds, Gg, Gt] float64, sums of the criterion over the samples of each fold; [0, Gg, Gt] for
             samples in memory.
-        folds_of_rows: a function from row numbers to folds.
+        folds_of_rows: maps row indices to folds.
     """
 
     grid: CalibrationGrid
@@ -79,18 +79,18 @@ def search_grid(
         criterion: ``"nll"``, or ``"brier"`` for a table of Brier scores too.
         folds, seed: as in :func:`cross_validate_samples`. For samples in files the same pass sums the criterion of each
             fold.
-        lowest_of: sets of gammas. If given, only the cells with the lowest ECE of each set are needed: of samples in
-            memory the grid then has the ECE alone, which is infinite in cells that are higher than those.
+        lowest_of: sets of gammas. If given, only the cell with the lowest ECE of each set is needed: for samples in
+            memory the grid then has only the ECE, and it is infinite in cells that cannot be the lowest.
     """
     criteria: tuple[Any, ...] = ("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion)
     if isinstance(samples, StreamedSamples):
         return _streamed_search(samples, gammas, temperatures, n_bins, estimator, criterion, criteria, folds, seed)
     assert samples.memory is not None
-    # In float64 for every dtype: a float32 confidence on the other side of an edge changes an ECE, and with it the
-    # choice between nearly equal cells.
+    # float64 for every dtype: rounding a confidence to float32 may move it to another bin, which changes the ECE and
+    # the choice between nearly equal cells.
     options: Any = {"n_bins": n_bins, "estimator": estimator, "input_kind": samples.kind}
     of_rows = samples.memory.input.to(torch.float64), samples.memory.labels
-    if lowest_of and estimator != "equal_mass_interp":  # which leaves a sample out of the bins
+    if lowest_of and estimator != "equal_mass_interp":  # the lowest sample is in no bin
         grid = _lowest_eces(*of_rows, gammas, temperatures, lowest_of, **options)
     else:
         grid = calibration_grid(*of_rows, gammas, temperatures, criteria=criteria, **options)
@@ -108,14 +108,14 @@ def _lowest_eces(
     lowest_of: Sequence[Sequence[float]],
     **options: Any,
 ) -> CalibrationGrid:
-    r"""ECEs in float64 of the cells that may have the lowest ECE of a set of gammas; infinity in the other cells.
+    r"""The float64 ECEs of the cells that may have the lowest ECE of a set of gammas; infinity in other cells.
 
     The bins of an ECE partition the samples, so that
 
     .. math:: \sum_B \frac{|B|}{N} |\text{acc}(B) - \text{conf}(B)| \ge |\text{acc} - \text{conf}|.
 
-    The right side is the ECE of one bin. It needs no bins and is computed in float32; a cell in which it exceeds the
-    lowest ECE so far by more than the error of float32 cannot have the lowest ECE.
+    The right side is the ECE of a single bin, computed in float32. A cell in which it exceeds the lowest ECE so far by
+    more than the error of float32 cannot have the lowest ECE.
     """
     # Differences to the largest logit, because float32 would round large logits.
     narrow = input - input.amax(1, keepdim=True) if options["input_kind"] == "logits" else input
@@ -149,7 +149,7 @@ def scalings_of_grid(
 
     Temperature scaling takes the row gamma = 0 of the grid, focal temperature scaling the rows of ``gammas``.
     """
-    # A saved calibrator names the default grid as such, not as 500 numbers.
+    # None marks the default grid, so that a saved calibrator does not list its 500 temperatures.
     temperatures = tuple(grid.temperatures.tolist())
     options: Any = {
         "search": "grid",
@@ -191,7 +191,7 @@ def _streamed_search(
     processes, progress = samples.processes, samples.progress
     state = grid_state(samples, gammas, temperatures, n_bins, estimator, criteria=criteria)
     totals = torch.zeros(folds, len(gammas), len(temperatures), dtype=torch.float64)
-    # Row numbers count all rows of the files, even if only a subset is used.
+    # Row indices count all rows of the files, also if only a subset is used.
     folds_of_rows = functools.partial(fold_of, rows=len(samples.shards), folds=folds, seed=seed)
     begin, end = samples.share
     task = {
@@ -216,7 +216,7 @@ def _streamed_search(
     totals = processes.add_up(totals) if folds else totals
     grid, bound = state.compute(), state.error_bound("ece")
     del state
-    # The tables of rank 0, to the bit, so that all processes choose the same cells.
+    # All processes use the bits of rank 0, so that they choose the same cells.
     for table in (*grid.tables.values(), bound):
         processes.from_first(table)
     _refine(samples, grid, bound)
@@ -225,7 +225,7 @@ def _streamed_search(
 
 
 def _refine(samples: StreamedSamples, grid: CalibrationGrid, bound: Tensor) -> None:
-    """Recompute the lowest ECEs with more buckets, until all of the lowest are recomputed."""
+    """Recomputes the lowest ECEs with more buckets, until the lowest cells are all recomputed ones."""
     ece = grid.tables["ece"]
     refined = torch.zeros_like(ece, dtype=torch.bool)
     for _ in range(_REFINEMENTS):
@@ -259,13 +259,12 @@ def _refine(samples: StreamedSamples, grid: CalibrationGrid, bound: Tensor) -> N
 
 
 def _measure_lowest(samples: StreamedSamples, grid: CalibrationGrid, bound: Tensor) -> None:
-    """One pass for the exact scores of all cells that may be chosen; their exact ECEs replace the ECEs of the
-    histogram."""
+    """One pass for the exact scores of all cells that may be chosen. Exact ECEs replace those from buckets."""
     lowest = [*_lowest(grid, "ece", _MEASURED_CELLS), *_lowest(grid, "nll", 1)]
     n_temperatures = len(grid.temperatures)
     places = [divmod(place, n_temperatures) for place in torch.cat(lowest).unique().tolist()]
     cells = {(float(grid.gammas[i]), float(grid.temperatures[j])): (i, j) for i, j in places}
-    _, *scored = score(samples, [(0.0, 1.0), *cells], grid.n_bins)  # and no calibration, for the table
+    _, *scored = score(samples, [(0.0, 1.0), *cells], grid.n_bins)  # no calibration, for the table
     for found, place in zip(scored, cells.values(), strict=True):
         grid.tables["ece"][place] = found.scores[f"ece_{grid.estimator}"]
         bound[place] = 0.0 if grid.estimator == "equal_width" else found.bound
@@ -273,7 +272,7 @@ def _measure_lowest(samples: StreamedSamples, grid: CalibrationGrid, bound: Tens
 
 
 def _lowest(grid: CalibrationGrid, criterion: str, n: int) -> list[Tensor]:
-    """Indices of the n lowest cells of the table in ascending order: of gamma = 0, and of the other gammas."""
+    """Indices of the n lowest cells of the table in ascending order, for gamma = 0 and for the other gammas."""
     table = grid.tables[criterion]
     plain = (grid.gammas == 0)[:, None].expand_as(table)
     found = [torch.where(group, table, torch.inf).flatten().sort(stable=True) for group in (plain, ~plain)]
@@ -289,7 +288,7 @@ def add_by_fold(
     folds_of_rows: FoldOf,
     criterion: Proper,
 ) -> None:
-    """Add a batch to the state, fold by fold, and its part of the criterion to the totals."""
+    """Adds a batch to the state, fold by fold, and the increase of the criterion to the totals of its fold."""
     before = state.total(criterion) if len(totals) else None
     fold = folds_of_rows(number) if len(totals) else None
     for k in range(len(totals) or 1):

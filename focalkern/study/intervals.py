@@ -14,12 +14,12 @@ __all__ = ["DEFAULT_RESAMPLES", "bootstrap_intervals", "default_resamples"]
 
 DEFAULT_RESAMPLES = 200
 _MOST_RESAMPLED_ROWS = 200_000
-# In memory every score is resampled; beyond this number of probabilities (N times C) that takes minutes.
+# In memory every score is resampled; above this number of probabilities (N times C) that takes minutes.
 _MOST_RESAMPLED_NUMBERS = 20_000_000
 
 
 def default_resamples(samples: Samples) -> int:
-    """200, at about the cost of the search; 0 where a bootstrap would take minutes."""
+    """200, which takes about as long as the search; 0 if a bootstrap would take minutes."""
     few = samples.keeps_confidences and len(samples) <= _MOST_RESAMPLED_ROWS
     if samples.memory is not None:
         few = few and samples.memory.input.numel() <= _MOST_RESAMPLED_NUMBERS
@@ -29,7 +29,7 @@ def default_resamples(samples: Samples) -> int:
 def bootstrap_intervals(
     results: Sequence[CalibratorResult], samples: Samples, n_bins: int, resamples: int, seed: int
 ) -> Intervals:
-    """The intervals of the results on ``samples``, and of their differences from their baselines."""
+    """The intervals of the results on ``samples``, and of their differences from the baselines."""
     calibrators: dict[str, Any] = {}
     names: list[str | None] = []
     for result in results:
@@ -41,7 +41,7 @@ def bootstrap_intervals(
             name = f"candidate {result.method}"
         calibrators[name] = result.calibrator
         names.append(name)
-    # numpy takes no negative seed.
+    # numpy rejects negative seeds
     options: Any = {"n_bins": n_bins, "n_resamples": resamples, "seed": seed % 2**63}
     resample = _resample_confidences if samples.memory is None else _resample_probabilities
     bootstrap, floors = resample(samples, calibrators, options)
@@ -56,14 +56,14 @@ def bootstrap_intervals(
 
 
 def baselines_of(results: Sequence[CalibratorResult]) -> tuple[int | None, ...]:
-    """For each result, the index of the result it is compared with."""
+    """For each result, the index of its baseline, the result with which it is compared."""
     places = {(one.method, one.criterion, one.search, one.binning is None): i for i, one in enumerate(results)}
     temperature_scaling: dict[str | None, int] = {}
     for i, one in enumerate(results):
         if one.method == "temperature" and one.binning is None:
             temperature_scaling.setdefault(one.criterion, i)
             if one.cross_validated:
-                temperature_scaling[None] = i  # candidates of another class have no criterion
+                temperature_scaling[None] = i  # candidates of other classes have no criterion
 
     def baseline_of(result: CalibratorResult) -> int | None:
         if result.binning is not None and result.scaling is not None:
@@ -83,7 +83,7 @@ _Resampled = tuple[PairedBootstrap, dict[str, dict[str, BiasFloor]]]
 
 
 def _resample_confidences(samples: Samples, calibrators: Mapping[str, Any], options: dict[str, Any]) -> _Resampled:
-    """Only accuracy and ECE: for samples in files the probabilities of the other classes are not kept."""
+    """Bootstrap of accuracy and ECE only: for samples in files, probabilities of other classes are not kept."""
     found = {name: confidences(samples, one, options["n_bins"]) for name, one in calibrators.items()}
     confidence = {name: one for name, (one, _) in found.items()}
     correct = {name: one for name, (_, one) in found.items()}

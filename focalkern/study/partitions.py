@@ -1,4 +1,4 @@
-"""The rows of one process, in memory, as its share of a set that several processes have together."""
+"""The rows in memory of one process, as its share of a set that is distributed over several processes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from focalkern.study.samples import StreamedSamples
 __all__ = ["share_rows"]
 
 _OP = "share_rows"
-_LOOK = 1 << 16  # samples of this process to look for problems in
+_LOOK = 1 << 16  # number of samples of this process that are checked for problems
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows [first, first + n) of a set, in memory; other processes have the others. As ``ShardedRows``."""
+    """Rows [first, first + n) of a set, in memory, with the interface of ``ShardedRows``."""
 
     input: Tensor
     target: Tensor
@@ -63,30 +63,30 @@ class _SharedSamples(StreamedSamples):
 def share_rows(
     logits: Any, labels: Any, processes: Processes, *, input_kind: InputKind = "logits", name: str = "val"
 ) -> StreamedSamples:
-    """The rows of this process as its share of a set: the whole comparison on the workers of any engine.
+    """The rows of this process as its share of a set, for a comparison on the workers of any engine.
 
     Every process calls it with its own rows (a partition of dask, Ray or Spark) and then
     :func:`focalkern.compare_calibrators` with the result. Each pass over the rows ends with one gloo sum over the
-    processes. Rows do not leave their process, except the top probabilities of up to 524,288 test rows. The processes
-    run at the same time and wait for each other in each of the passes, about 100.
+    processes. Rows do not leave their process, except the top probabilities of up to 524,288 test rows. All processes
+    must run at the same time, because they wait for each other in each of about 100 passes.
 
-    The rows are numbered in the order of the ranks; the folds are by these numbers. Verdict, calibrator and scores
-    equal the results of one process with all rows; sums agree to 1e-12. The study of rank 0 has the results.
+    Rows are numbered in the order of the ranks, and these numbers determine the folds. Verdict, calibrator and scores
+    equal those of one process with all rows; sums agree to 1e-12. The study of rank 0 has the results.
 
     Args:
         logits: [n, C], the rows of this process; n may be 0.
-        labels: [n] class numbers.
+        labels: [n] class indices.
         processes: :class:`Processes`, the same group for every set.
         input_kind: ``"logits"`` or ``"probs"``.
-        name: ``"val"`` or ``"test"``, for texts.
+        name: ``"val"`` or ``"test"``, for messages.
 
     Returns:
-        Samples that :func:`focalkern.compare_calibrators` and :func:`evaluate_rows` take.
+        Samples for :func:`focalkern.compare_calibrators` and :func:`evaluate_rows`.
 
     Raises:
-        TypeError: ``processes`` of another type.
-        ValueError: rows that cannot be used, naming the first; another number of classes than on another process; no
-            rows on any process.
+        TypeError: ``processes`` is not a :class:`Processes`.
+        ValueError: rows that cannot be used, naming the first; different numbers of classes on the processes; no rows
+            on any process.
 
     Example:
         >>> labels = torch.arange(600) % 3
@@ -105,7 +105,7 @@ def share_rows(
         try:
             rows = checked_set(_OP, name, input_kind, "logits", input, "labels", target)
             input, target = rows.input, rows.labels
-        except InputError as error:  # all processes raise it, so none waits for another
+        except InputError as error:  # all processes raise together, so that none waits for another
             problem = error.words
     counts = torch.zeros(processes.size, 3, dtype=torch.int64)
     n_classes = input.shape[1] if input.dim() == 2 else 0

@@ -39,11 +39,11 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
             f"no intervals: for {describe_samples(test)} of {test.n_classes} classes they would take longer than the "
             f"rest of the comparison. {remedy}"
         )
-    return tuple(dict.fromkeys(found))  # two halves of one file have the same remarks on their file
+    return tuple(dict.fromkeys(found))  # two halves of one file give the same remarks on the file
 
 
 def remarks_on_samples(samples: Samples) -> list[str]:
-    """Problems of the samples, independent of the calibrators."""
+    """Remarks on problems of the samples, independent of the calibrators."""
     found, counted = [], facts(samples)
     subject = "a logit of -inf" if samples.kind == "logits" else "probability exactly 0"
     zeros = counted.impossible_targets
@@ -71,7 +71,7 @@ def remarks_on_samples(samples: Samples) -> list[str]:
 
 
 def _on_both_samples(validation: Samples, test: Samples) -> list[str]:
-    """Samples that are in both sets."""
+    """Remarks on samples that are in both sets."""
     (input, labels), (other, other_labels) = validation.sample(), test.sample()
     words = pair_problems(input, labels, other, other_labels)
     part = f"of {len(other_labels):,} compared rows: " if len(other_labels) < len(test) else ""
@@ -79,7 +79,7 @@ def _on_both_samples(validation: Samples, test: Samples) -> list[str]:
 
 
 def _on_few_samples(comparison: Comparison) -> list[str]:
-    """Too few samples per bin."""
+    """Remarks on too few samples per bin."""
     found, n_bins = [], comparison.grid.n_bins
     n_validation, n_test = len(comparison.validation), len(comparison.test)
     if n_validation < 20 * n_bins:
@@ -95,7 +95,7 @@ def _on_few_samples(comparison: Comparison) -> list[str]:
 
 
 def _on_scores(comparison: Comparison) -> list[str]:
-    """Optima at a bound of the search, and scores that disagree with each other."""
+    """Remarks on optima at a bound of the search, and on scores that disagree with each other."""
     found = []
     before = comparison.results[0].test
     assert before is not None  # no calibration always has scores
@@ -107,7 +107,7 @@ def _on_scores(comparison: Comparison) -> list[str]:
     for method, words in SCALINGS.items():
         ece, nll = of_grid.get((method, "ece")), of_grid.get((method, "nll"))
         for one in (ece, nll):
-            said = one is not None and one.cross_validated  # by the verdict, which says that it is not chosen
+            said = one is not None and one.cross_validated  # the verdict already says that it is not chosen
             if one is not None and one.scaling is not None and one.scaling.at_border_ and not said:
                 found.append(
                     f"{one.label}: {' and '.join(one.scaling.at_border_)}; the optimum may lie beyond the border of "
@@ -154,7 +154,7 @@ def _on_scores(comparison: Comparison) -> list[str]:
 
 
 def remarks_on_bins(result: CalibratorResult, samples: LogitSet) -> list[str]:
-    """Predictions changed by the bins of a result, and probabilities of 0; nothing without bins."""
+    """Remarks on predictions changed by the bins of a result, and on probabilities of 0."""
     if result.binning is None or result.test is None:
         return []
     found = []
@@ -172,7 +172,7 @@ def remarks_on_bins(result: CalibratorResult, samples: LogitSet) -> list[str]:
 
 
 def _on_small_differences(comparison: Comparison, intervals: Intervals, chosen: CalibratorResult) -> list[str]:
-    """Differences of the chosen result whose intervals contain 0."""
+    """Remarks on differences of the chosen result whose intervals contain 0."""
     found = []
     place = comparison.chosen_index
     assert place is not None
@@ -200,7 +200,7 @@ def _on_small_differences(comparison: Comparison, intervals: Intervals, chosen: 
 
 
 def _on_approximate_scores(comparison: Comparison) -> list[str]:
-    """Error bounds of scores that come from buckets of the confidences."""
+    """Remarks on the error bounds of scores computed from buckets of the confidences."""
     found = []
     grid, test = comparison.grid, comparison.test
     bounds = [

@@ -1,4 +1,4 @@
-"""Results of a comparison: fitted calibrators, their scores, and intervals of the scores. No rendering here."""
+"""Results of a comparison as data: fitted calibrators, their scores, and intervals of the scores."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -26,19 +26,19 @@ class CalibratorResult:
 
     Attributes:
         method: ``"none"``, ``"temperature"``, ``"focal-temperature"``, ``"histogram"``, or the name of a candidate.
-        criterion: ``"ece"``, ``"nll"`` or ``"brier"``, by which gamma and T were chosen; None without such a choice:
-            no calibration, histogram binning alone, other candidates, and calibrators from a file.
-        calibrator: fitted; of no calibration, a temperature scaling with T = 1. None where the criterion is finite
-            nowhere, or where the fit failed.
-        validation, test: scores by name, on the validation samples and on the test samples; None without a calibrator,
-            and on the validation samples in a sweep.
-        search: how gamma and T were found.
+        criterion: ``"ece"``, ``"nll"`` or ``"brier"``, the loss that chose gamma and T; None for results without such a
+            choice: no calibration, histogram binning alone, other candidates, and calibrators from a file.
+        calibrator: the fitted calibrator; for no calibration a temperature scaling with T = 1. None if the criterion is
+            infinite everywhere, or if the fit failed.
+        validation, test: scores by name, on the validation samples and on the test samples. They are None without a
+            calibrator; ``validation`` is also None in a sweep.
+        search: name of the search for gamma and T.
         cross_validated: whether it was a candidate of the cross-validation.
-        error_bound: error bound of the equal-mass ECEs on the test samples; 0 where they are exact.
+        error_bound: error bound of the equal-mass ECEs on the test samples; 0 if they are exact.
 
     Example:
         >>> labels = torch.arange(600) % 3
-        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # confident, wrong in 1 of 5 rows
         >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
         >>> result = study.results[1]
         >>> result.label, result.short_label, result.parameters
@@ -96,7 +96,7 @@ class CalibratorResult:
         name = SCALINGS.get(self.method, "histogram binning" if self.binning else self.method)
         if self.method == "none":
             name = "uncalibrated"
-        # By derivatives for a proper loss, over the grid for the ECE: a label has one search, and any other is named.
+        # The default search (derivatives for a proper loss, the grid for the ECE) is not named; others are.
         usual = self.criterion if self.criterion in PROPER else "grid"
         named = self.scaling is not None and self.method in SCALINGS and self.search != usual
         name += f" ({self.search})" if named else ""
@@ -111,7 +111,7 @@ class CalibratorResult:
 
     @property
     def parameters(self) -> str:
-        """gamma and T in print; nothing without a scaling."""
+        """gamma and T as text; empty without a scaling."""
         if self.method not in SCALINGS or self.gamma is None or self.temperature is None:
             return ""
         at = at_bound(self)
@@ -139,8 +139,8 @@ def scored(
 
     Args:
         results: without scores.
-        validation, test, n_bins: what to score on, and the bins.
-        only_test: names of scores; only these are computed, on the test samples. None for all on both.
+        validation, test, n_bins: samples for the scores, and number of bins.
+        only_test: names of scores; only these are computed, and only on the test samples. None computes all on both.
     """
     fitted = [one.calibrator for one in results if one.calibrator is not None]
     on_validation: Sequence[Scored | None] = [None] * len(fitted)
@@ -164,12 +164,12 @@ class Intervals:
     """Bootstrap intervals of the scores on the test samples.
 
     Attributes:
-        names: by result, its name in ``bootstrap``; None without a calibrator. Equal calibrators share a name.
+        names: for each result, its name in ``bootstrap``; None without a calibrator. Equal calibrators share a name.
         bootstrap: the paired resamples.
-        floors: by result, the bias floor of each calibration error; None without a calibrator.
-        baseline: by result, the index of the result it is compared with: temperature scaling with no calibration, focal
-            temperature scaling with temperature scaling by the same criterion, bins with the scaling before them, or
-            with no calibration.
+        floors: for each result, the bias floor of each calibration error; None without a calibrator.
+        baseline: for each result, the index of its baseline. The baseline of temperature scaling is no calibration; of
+            focal temperature scaling, temperature scaling by the same criterion; of bins, the scaling before them or no
+            calibration.
         binned: whether a result has bins.
         others: whether a result is neither a scaling nor bins.
     """
@@ -182,7 +182,7 @@ class Intervals:
     others: bool = False
 
     def interval(self, index: int, score: str) -> Interval | None:
-        """The interval of a score; None if it has none."""
+        """The interval of a score; None if the score has none."""
         name = self.names[index]
         if name is None or score not in self.bootstrap.figures:
             return None
@@ -194,14 +194,14 @@ class Intervals:
         return None if other is None else self.between(index, other, score)
 
     def between(self, index: int, other: int, score: str) -> Interval | None:
-        """The paired difference of two results; None where it has no interval."""
+        """The paired difference of two results; None if it has no interval."""
         name, other_name = self.names[index], self.names[other]
         if name is None or other_name is None or score not in self.bootstrap.figures:
             return None
         return self.bootstrap.difference(name, other_name, score)
 
     def mark(self, index: int, score: str) -> str:
-        """``*`` better than the baseline, ``!`` worse, nothing while the interval of the difference contains 0."""
+        """``*`` if better than the baseline, ``!`` if worse, empty if the interval of the difference contains 0."""
         difference = self.difference(index, score)
         if difference is None or not difference.excludes_zero:
             return ""
@@ -216,11 +216,11 @@ class Comparison:
         validation, test: the samples; the same object without a test set.
         search: the scores of every (gamma, T) searched, on the validation samples, with their error bounds.
         results: the rows of the table; the first is no calibration.
-        chosen: the one of ``results`` to use; None if its criterion is infinite in every cell.
+        chosen: the recommended one of ``results``; None if its criterion is infinite in every cell.
         intervals: bootstrap intervals on the test samples; None without a bootstrap.
         cross_validation: results for the candidates; None if the user named a method.
         estimator: estimator of the ECE in the verdict and in the table; ``grid.estimator`` is that of the search.
-        criterion: by which ``chosen`` was chosen.
+        criterion: the loss by which ``chosen`` was chosen.
     """
 
     validation: Samples
@@ -238,7 +238,7 @@ class Comparison:
         """The scores of every (gamma, T) searched, on the validation samples.
 
         Returns:
-            A table of ECEs and one of NLLs, [gammas, temperatures] each.
+            A grid with a table of ECEs and a table of NLLs, [gammas, temperatures] each.
 
         Example:
             >>> labels = torch.arange(60) % 3

@@ -1,4 +1,4 @@
-"""The samples of a study: one protocol, for samples in memory and for samples that are read from files in batches."""
+"""The samples of a study: a protocol for samples in memory and for samples that are read from files in batches."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ SCORES = {
     "ece_equal_mass_interp": "ECE\nequal_\nmass_\ninterp",
     "classwise_ece_equal_width": "classwise\nECE equal_\nwidth",
 }
-"""Scores of a table, by their name in CSV and JSON, with their heading in print."""
+"""The scores of a table: name in CSV and JSON, and heading in the printed table."""
 
 CALIBRATION_ERRORS = tuple(name for name in SCORES if "ece_" in name)
 
@@ -54,7 +54,7 @@ Scaling = TemperatureScaling | FocalTemperatureScaling
 
 
 def scaling_or_none(calibrator: Any) -> Scaling | None:
-    """The calibrator, if gamma and T are all it has."""
+    """The calibrator if gamma and T are its only parameters, else None."""
     if not isinstance(calibrator, TemperatureScaling | FocalTemperatureScaling):
         return None
     return None if calibrator.floor or getattr(calibrator, "input_floor_", 0.0) else calibrator
@@ -64,10 +64,10 @@ class Batch(NamedTuple):
     """Some of the samples of this process.
 
     Attributes:
-        done: how many rows of this process are read after this batch, with those that a subset leaves out.
-        input: [n, C], as in the file.
+        done: number of rows of this process that are read after this batch, including rows that a subset leaves out.
+        input: [n, C], in the dtype of the file.
         target: [n] int64.
-        number: [n] int64, the numbers of the samples in the file or files.
+        number: [n] int64, the indices of the samples in the file or files.
     """
 
     done: int
@@ -82,7 +82,7 @@ class Facts:
 
     Attributes:
         class_counts: [C] int64, samples per class.
-        impossible_targets: number of samples whose own class has probability 0.
+        impossible_targets: number of samples whose true class has probability 0.
         looks_like_probs: whether logits are all positive and sum to 1, as probabilities do.
     """
 
@@ -92,18 +92,18 @@ class Facts:
 
 
 class Samples(Protocol):
-    """Inputs [N, C] and labels [N], in memory or in files. The functions of ``scores`` and ``grid_search`` take them.
+    """Inputs [N, C] and labels [N], in memory or in files, for the functions of ``scores`` and ``grid_search``.
 
     Attributes:
         kind: ``"logits"`` or ``"probs"``.
         name: ``""``, ``"val"`` or ``"test"``.
         source: the name of the file, or of the argument.
-        part: which samples of the source, in words; nothing for all.
+        part: description of the subset of the source; empty for all samples.
         n_classes: C.
-        processes: those that share the samples.
-        facts: None until the first pass.
-        scored: cached results of earlier passes over files; the keys are the calibrator, or (gamma, T) and the number
-            of bins.
+        processes: the processes that share the samples.
+        facts: counts over the samples; None until the first pass.
+        scored: cached results of earlier passes over files. A key is the calibrator or (gamma, T), and the number of
+            bins.
     """
 
     kind: InputKind
@@ -116,11 +116,11 @@ class Samples(Protocol):
     scored: dict[tuple[Any, int], Any]
 
     def __len__(self) -> int:
-        """N."""
+        """N, the number of samples of all processes."""
 
     @property
     def memory(self) -> LogitSet | None:
-        """The samples, where all of them are in memory."""
+        """The samples if all of them are in memory, else None."""
 
     @property
     def n_local(self) -> int:
@@ -128,7 +128,7 @@ class Samples(Protocol):
 
     @property
     def keeps_confidences(self) -> bool:
-        """Whether the confidences of all samples fit into memory: intervals and bins of equal mass need them."""
+        """Whether the confidences of all samples fit into memory, as intervals and equal-mass bins need."""
 
     def batches(self, what: str, *, wide: bool = True, done: int = 0) -> Iterator[Batch]:
         """The samples of this process, after the first ``done`` rows; ``what`` names the pass in a progress bar.
@@ -137,10 +137,10 @@ class Samples(Protocol):
         """
 
     def sample(self) -> tuple[Tensor, Tensor]:
-        """Input and labels of all samples, or of a part that is large enough to look for problems."""
+        """Input and labels of all samples, or of a part that is large enough for checks."""
 
     def subset(self, index: Tensor, part: str) -> "Samples":
-        """The samples of ``index``, called ``part``."""
+        """The samples at ``index``, described as ``part``."""
 
 
 class MemorySamples:
@@ -175,17 +175,17 @@ class MemorySamples:
 
 
 def as_samples(given: LogitSet | Samples) -> Samples:
-    """A set from a file or a user, as a study takes it."""
+    """The samples of a study from a set of a file or a user."""
     return MemorySamples(given) if isinstance(given, LogitSet) else given
 
 
-# The confidences of so many samples are kept (8 bytes each). Of more, the scores come from 6 MB of buckets.
+# Largest number of samples whose confidences are kept (8 bytes each). For more, scores come from 6 MB of buckets.
 MOST_KEPT = 1 << 19
-# Numbers in a batch: of the search in float32, and of passes in float64, which need several copies.
+# Number of logits in a batch: for the search in float32, and for passes in float64, which need several copies.
 _SEARCH_BATCH = 1 << 23
 _FLOAT64_BATCH = 1 << 21
 _MOST_ROWS = 1 << 16
-# Samples to look for problems in: blocks of neighbours, evenly spaced; fewer where a sample has many numbers.
+# Samples for checks: evenly spaced blocks of neighbours; fewer if a sample has many logits.
 _SAMPLED_ROWS, _SAMPLED_NUMBERS = 1 << 16, 1 << 21
 _SAMPLED_BLOCKS = 16
 
@@ -196,8 +196,8 @@ class StreamedSamples:
     Args:
         shards: the files.
         processes, progress: the processes that share the work, and the state file.
-        kept: [len(shards)] bool, the samples that count; all of them when None.
-        part: which samples these are, in words.
+        kept: [len(shards)] bool, the samples that are used; None uses all.
+        part: description of these samples.
     """
 
     memory = None
@@ -227,7 +227,7 @@ class StreamedSamples:
 
     @property
     def share(self) -> tuple[int, int]:
-        """The rows [begin, end) of this process, with those that a subset leaves out."""
+        """The rows [begin, end) of this process, including rows that a subset leaves out."""
         return self.processes.share(len(self.shards))
 
     @property
@@ -240,7 +240,7 @@ class StreamedSamples:
         return type(self)(self.shards, self.processes, self.progress, kept, part)
 
     def sample(self) -> tuple[Tensor, Tensor]:
-        """Input and labels of all samples, or of 65,536 of them (two million numbers)."""
+        """Input and labels of all samples, or of 65,536 of them (at most two million logits)."""
         n_rows = len(self.shards)
         block = max(1, min(_SAMPLED_ROWS, _SAMPLED_NUMBERS // self.n_classes) // _SAMPLED_BLOCKS)
         if n_rows <= _SAMPLED_BLOCKS * block:
@@ -282,7 +282,7 @@ class StreamedSamples:
 
 
 def _bar(what: str, total: int, done: int) -> Any:
-    """A progress bar on stderr where that is a terminal and tqdm is installed."""
+    """A progress bar on stderr, if stderr is a terminal and tqdm is installed."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     try:
@@ -292,7 +292,7 @@ def _bar(what: str, total: int, done: int) -> Any:
     return tqdm(desc=what, total=total, initial=done, unit="row", unit_scale=True, leave=False)
 
 
-# In memory the input exists in several copies, some of them in float64.
+# In memory the input needs several copies, some of them in float64.
 _SHARE_OF_MEMORY = 8
 
 
@@ -303,19 +303,19 @@ def stream_sets(
 
     Args:
         path: a .npy, .safetensors or .zarr file, or a folder, pattern (``"val_logits-*.npy"``) or ``@LIST`` of them,
-            whose rows follow each other in the order of the names and their numbers; also URLs. The labels of
+            whose rows are concatenated in the order of the names and their numbers; or URLs. The labels of
             ``val_logits-3.npy`` are in ``val_labels-3.npy``.
-        processes: the processes that share the rows; only this process when None.
-        progress: a file that is written at intervals, from which the same call continues; no file when None.
+        processes: the processes that share the rows; None is this process alone.
+        progress: a state file that is written at intervals, from which the same call resumes; None writes none.
         options: ``labels``, ``input_kind``, ``logits_key``, ``labels_key``, ``ignore_index`` and ``storage_options``
             of :func:`focalkern.files.read_sets`.
 
     Returns:
-        By prefix, ``""``, ``"val"`` or ``"test"``, the rows that :func:`focalkern.compare_calibrators` and
-        :func:`evaluate_rows` take.
+        By prefix, ``""``, ``"val"`` or ``"test"``, rows for :func:`focalkern.compare_calibrators` and
+        :func:`evaluate_rows`.
 
     Raises:
-        InputError: anything at all that is wrong with names and shapes.
+        InputError: any problem with names or shapes.
 
     Example:
         >>> for part in range(2):
@@ -337,18 +337,17 @@ def stream_sets(
 
 
 def _memory() -> int:
-    """Bytes of the machine."""
+    """The memory of the machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def fits_in_memory(numbers: int) -> bool:
-    """Whether so many float32 of all samples may be held."""
+    """Whether this many float32 values of all samples may be held in memory."""
     return 4 * numbers <= _memory() / _SHARE_OF_MEMORY
 
 
 def wants_streaming(paths: Sequence[str | None]) -> bool:
-    """Whether one of the paths stands for several files that can be read in parts, or is too large to process in
-    memory."""
+    """Whether a path stands for several files that can be read in parts, or for data too large for memory."""
     for path in paths:
         if path is None:
             continue
@@ -368,7 +367,7 @@ def describe_samples(samples: Samples | LogitSet) -> str:
 
 
 def describe_source(samples: Samples, name: str = "") -> str:
-    """``5,000 rows of 10 classes, logits: logits.npz``; ``name`` takes the place of the first two words."""
+    """``5,000 rows of 10 classes, logits: logits.npz``; ``name`` replaces the first two words."""
     part = f" ({samples.part})" if samples.part else ""
     subject = name or f"{len(samples):,} rows"
     return f"{subject}{part} of {samples.n_classes} classes, {samples.kind}: {samples.source}"

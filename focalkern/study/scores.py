@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 NO_LABEL = torch.iinfo(torch.int64).min  # no label is ignored
-# With more samples than MOST_KEPT, scores of equal mass come from so many buckets of the confidences.
+# Number of buckets of the confidences for equal-mass scores of more than MOST_KEPT samples.
 _BUCKETS = 1 << 18
 _BY_CLASS = "classwise_ece_equal_width"
 
 Cell = tuple[float, float]
-"""(gamma, T), which replaces a fitted scaling."""
+"""(gamma, T) in place of a fitted scaling."""
 
 
 def log_probabilities(calibrator: Any, input: Tensor, kind: InputKind) -> Tensor:
-    """[N, C] float64 calibrated log-probabilities of ``input`` [N, C]."""
+    """Calibrated log-probabilities of ``input`` [N, C], float64 [N, C]."""
     cell = _cell(calibrator)
     if cell is None:
         return log_proba(calibrator, input)
@@ -46,9 +46,9 @@ def log_probabilities(calibrator: Any, input: Tensor, kind: InputKind) -> Tensor
 
 
 def predictions(calibrator: Any, input: Tensor) -> Tensor | None:
-    """[N] int64 predicted classes, if they differ from the argmax of the calibrated probabilities; None otherwise.
+    """[N] int64 predicted classes if they may differ from the argmax of the calibrated probabilities, else None.
 
-    A scaling has the predictions of its input, because calibrated probabilities may saturate and tie.
+    The predictions of a scaling are those of its input, because calibrated probabilities may saturate and tie.
     """
     if _cell(calibrator) is not None:
         return input.argmax(-1)
@@ -62,13 +62,13 @@ def score(
 ) -> list["Scored"]:
     """Scores and reliability bins of every calibrator, in float64.
 
-    Samples in files take one pass, and no pass where an earlier call has the results.
+    Samples in files take one pass, or none if an earlier call computed the results.
 
     Args:
-        samples: those to score on.
-        calibrators: fitted; or (gamma, T).
+        samples: the samples.
+        calibrators: fitted calibrators, or pairs (gamma, T).
         n_bins: number of bins of every ECE.
-        wanted: the scores; of samples in files always all.
+        wanted: names of the scores. For samples in files all scores are computed.
     """
     if samples.memory is not None:  # one after the other, because confidences take memory
         found = (_pass(samples, [one], n_bins, wanted)[0] for one in calibrators)
@@ -82,9 +82,9 @@ def score(
 
 
 def confidences(samples: Samples, calibrator: Any, n_bins: int) -> tuple[Tensor, Tensor]:
-    """[N] float64 top probabilities, and [N] bool whether the predicted class is right.
+    """[N] float64 top probabilities, and [N] bool whether the predicted class is correct.
 
-    For samples in files they come from :func:`score`: on rank 0 only, and empty for too many samples.
+    For samples in files they come from :func:`score`, on rank 0 only, and are empty for too many samples.
     """
     if samples.memory is None:
         (found,) = score(samples, [calibrator], n_bins)
@@ -100,7 +100,7 @@ def confidences(samples: Samples, calibrator: Any, n_bins: int) -> tuple[Tensor,
 def reliability(
     samples: Samples, calibrator: Any, n_bins: int, estimator: Estimator = "equal_width"
 ) -> metrics.ReliabilityBins:
-    """Reliability bins; of equal width if another ``estimator`` needs confidences that are not kept."""
+    """Reliability bins; of equal width if ``estimator`` needs confidences that are not kept."""
     if samples.memory is None and (estimator == "equal_width" or not samples.keeps_confidences):
         return score(samples, [calibrator], n_bins)[0].bins
     confidence, correct = confidences(samples, calibrator, n_bins)
@@ -108,14 +108,14 @@ def reliability(
 
 
 def identity(samples: Samples, n_bins: int) -> TemperatureScaling:
-    """No calibration, as a calibrator fitted on these samples."""
+    """No calibration as a calibrator, fitted on these samples."""
     (found,) = score(samples, [(0.0, 1.0)], n_bins)
     brier = found.scores["brier"]
     return fitted_identity(samples.kind, brier, n_samples=len(samples), n_classes=samples.n_classes)
 
 
 def facts(samples: Samples) -> Facts:
-    """Counts over the samples, from an earlier pass or from an additional one."""
+    """Counts over the samples, from an earlier pass or else from another pass."""
     if samples.facts is None:
         counts = _Counts(samples)
         for _, input, target, _ in samples.batches("count"):
@@ -125,7 +125,7 @@ def facts(samples: Samples) -> Facts:
 
 
 def cell_sums(samples: Samples, gammas: Tensor, temperatures: Tensor, n_bins: int) -> CalibrationSums:
-    """Sums of every (gamma, T) in one pass, in float64, for the map of the report. Every process gets the totals."""
+    """Float64 sums of every (gamma, T) in one pass, for the map of the report. Every process gets the totals."""
     criteria = ("ece", "nll", "brier")
     sums = CalibrationSums.zeros(len(gammas), len(temperatures), n_bins, criteria, torch.device("cpu"))
     for _, input, target, _ in samples.batches("map"):
@@ -151,10 +151,10 @@ class Scored:
     """Scores and reliability bins of one calibrator, over the samples of all processes.
 
     Attributes:
-        scores: by name, those of :data:`SCORES` that are wanted.
-        bins: equal_width.
-        confidence, correct: [N] float64 and [N] bool on rank 0, of samples in files; empty if there are too many.
-        bound: error bound of the equal-mass ECEs; 0 where they are exact. The equal-width ECE is exact.
+        scores: the wanted scores of :data:`SCORES`, by name.
+        bins: reliability bins, ``equal_width``.
+        confidence, correct: [N] float64 and [N] bool on rank 0, for samples in files; empty for too many samples.
+        bound: error bound of the equal-mass ECEs; 0 if they are exact. The equal-width ECE is exact.
     """
 
     scores: dict[str, float]
@@ -197,7 +197,7 @@ class _Counts:
 
     def __init__(self, samples: Samples) -> None:
         self.kind = samples.kind
-        self.numbers = torch.zeros(2, dtype=torch.int64)  # impossible targets, samples that look like probabilities
+        self.numbers = torch.zeros(2, dtype=torch.int64)  # impossible targets; samples like probabilities
         self.per_class = torch.zeros(samples.n_classes, dtype=torch.int64)
 
     def add(self, input: Tensor, target: Tensor) -> None:
@@ -224,15 +224,15 @@ class _Sums:
         self.edges = torch.tensor([k / n_bins for k in range(1, n_bins)], dtype=torch.float64)
         self.offsets = torch.arange(samples.n_classes) * n_bins
         self.losses = torch.zeros(2, dtype=torch.float64)  # NLL and Brier score
-        self.bins = torch.zeros(3, n_bins, dtype=torch.float64)  # samples, their confidences, how many are correct
-        # Sum of probability - [target = class], by class and bin of the probability.
+        self.bins = torch.zeros(3, n_bins, dtype=torch.float64)  # samples, sum of confidences, correct ones
+        # Sums of probability - [target = class], by class and bin of the probability.
         self.excess = torch.zeros(samples.n_classes * n_bins, dtype=torch.float64)
-        # One tensor for all batches: a tensor per batch would keep its batch's memory from being reused.
+        # One tensor for all batches, because a tensor per batch would keep the batch's memory from being reused.
         n_kept = samples.n_local if samples.keeps_confidences else 0
         self.confidence = torch.zeros(n_kept, dtype=torch.float64)
         self.correct = torch.zeros(n_kept, dtype=torch.uint8)
         self.n_added = 0
-        # Buckets of other calibrators than scalings get calibrated log-probabilities, which the map (0, 1) keeps.
+        # For calibrators other than scalings, the buckets get calibrated log-probabilities; the map (0, 1) keeps them.
         cell = _cell(calibrator)
         kind: InputKind = samples.kind if cell else "logits"
         self.buckets = None if samples.keeps_confidences else self._new_buckets(*cell or (0.0, 1.0), kind)
@@ -248,7 +248,7 @@ class _Sums:
         probs = log_probs.exp_()
         confidence = probs.amax(-1)
         place = torch.bucketize(probs, self.edges).add_(self.offsets).view(-1) if self.by_class else None
-        probs.scatter_add_(1, index, probs.new_tensor(-1.0).expand_as(index))  # from here on: minus [target = class]
+        probs.scatter_add_(1, index, probs.new_tensor(-1.0).expand_as(index))  # now probability - [target = class]
         if place is not None:
             self.excess += torch.bincount(place, weights=probs.view(-1), minlength=len(self.excess))
         self.losses += torch.stack([nll, probs.square_().sum()])
@@ -295,7 +295,7 @@ class _Sums:
                     confidence=confidence, correct=correct, n_bins=self.n_bins, estimator=estimator
                 )
             else:
-                # The same buckets, with the bins of this estimator.
+                # The bins of this estimator from the same buckets.
                 content = self.buckets.state_dict()
                 content["config"]["estimator"] = estimator
                 state = CalibrationGridState.from_state_dict(content)

@@ -1,4 +1,4 @@
-"""Choose the validation samples and the test samples of some files."""
+"""The choice of validation samples and test samples from files."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,16 +22,16 @@ def select_samples(
     seed: int = 0,
     **options: Any,
 ) -> tuple[Samples, Samples]:
-    """Validation samples and test samples; the same object if the files have one set and nothing splits it.
+    """Validation samples and test samples; the same object if the files have one set that is not split.
 
     Args:
         read: :func:`focalkern.files.read_sets`, or :func:`focalkern.study.stream_sets`.
         source, labels: a file for ``read``. Its ``val`` set, or its only set, has the validation samples, and its
             ``test`` set the test samples.
         test, test_labels: another file for the test samples: its ``test`` set, or its only set.
-        split, seed: share of the only set that becomes the validation samples, at random; the others become the test
+        split, seed: fraction of the only set that becomes the validation samples, at random; the others become the test
             samples.
-        options: for ``read``.
+        options: options of ``read``.
 
     Raises:
         InputError: the options exclude each other, or the sets differ in kind or number of classes.

@@ -1,4 +1,4 @@
-"""A study: a comparison with its verdict and remarks, and everything that renders it."""
+"""A study: a comparison with its verdict, its remarks, and the methods that render it."""
 
 import os
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Predictor(Protocol):
     """A fitted candidate of another library."""
 
     def predict_proba(self, logits: Any, /) -> Any:
-        """[N, C] probabilities of [N, C] logits."""
+        """The probabilities [N, C] for logits [N, C]."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Study(JudgedComparison):
     """The result of :func:`focalkern.compare_calibrators`, and of ``focalkern calibrate``.
 
     Attributes:
-        validation, test: the samples for fit and choice, and the samples for the scores; the same object if there are
-            no test samples.
-        search: ECE and NLL of every (gamma, T) of the paper's search, on the validation samples, with the error bounds
-            of samples in files; :attr:`grid` has the tables alone.
+        validation, test: the samples for fit and choice, and the samples for the scores; the same object without test
+            samples.
+        search: ECE and NLL of every (gamma, T) of the paper's search on the validation samples, with error bounds for
+            samples in files; :attr:`grid` has only the tables.
         results: the rows of the table, a :class:`focalkern.study.CalibratorResult` each; the first is no calibration.
-        chosen: the result to use; None if its criterion is infinite in every cell.
+        chosen: the recommended result; None if its criterion is infinite in every cell.
         intervals: bootstrap intervals of the scores; None without a bootstrap.
         cross_validation: results for the candidates; None if the user named a method.
         estimator: estimator of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the search.
@@ -47,7 +47,7 @@ class Study(JudgedComparison):
 
     Example:
         >>> labels = torch.arange(600) % 3
-        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # confident, wrong in 1 of 5 rows
         >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
         >>> study
         Study(8 results on 300 rows, use spline-matrix)
@@ -59,10 +59,10 @@ class Study(JudgedComparison):
 
     @property
     def calibrator(self) -> Calibrator | Predictor:
-        """The fitted calibrator to use, one of this library or the candidate of your own that was chosen.
+        """The recommended calibrator, fitted: one of this library, or your own candidate.
 
         Raises:
-            ValueError: nothing was chosen.
+            ValueError: no calibrator was chosen.
         """
         if self.chosen is None:
             raise ValueError("Study: no calibrator was chosen, because the criterion is infinite in every cell")
@@ -70,16 +70,16 @@ class Study(JudgedComparison):
         return calibrator
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save :attr:`calibrator` as its own ``save`` does, with the evidence in the summary of its fit.
+        """Save :attr:`calibrator` by its ``save``, with the evidence in the summary of its fit.
 
-        The evidence is the verdict, the cross-validation and the table.
+        The evidence consists of the verdict, the cross-validation and the table.
 
         Args:
             path: the file to write; :func:`focalkern.load_calibrator` reads it.
 
         Raises:
-            TypeError: the calibrator is not one of this library's.
-            ValueError: nothing was chosen.
+            TypeError: the calibrator is not a calibrator of this library.
+            ValueError: no calibrator was chosen.
             OSError: the file cannot be written.
 
         Example:
@@ -101,12 +101,13 @@ class Study(JudgedComparison):
         """The table of the results and their scores, as text.
 
         Args:
-            all: every estimator of the ECE, as wide as it gets, and the ECE-optimal rows of the paper. Otherwise at
-                most 100 columns, and those rows only with ``criterion="ece"`` or a named method.
-            legend: whether the text below the table explains its intervals and marks.
+            all: show every estimator of the ECE, at any width, and the ECE-optimal rows of the paper. Without it the
+                table has at most 100 characters per line, and shows those rows only with ``criterion="ece"`` or a named
+                method.
+            legend: explain intervals and marks below the table.
 
         Returns:
-            The table, of several lines.
+            The table as text of several lines.
 
         Raises:
             ImportError: tabulate is not installed.
@@ -118,15 +119,15 @@ class Study(JudgedComparison):
         return format_table(self.results, self.chosen, self.intervals, names=names, hidden=hidden, legend=legend)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as ``json.dumps`` takes it.
+        """The study as data for ``json.dumps``.
 
         Returns:
-            A dictionary. An infinite score is None; the remarks say why.
+            A dictionary. An infinite score is None; the remarks give the reason.
         """
         return to_json(self)
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """The results as a table of pandas, one row per result.
+        """The results as a pandas DataFrame, one row per result.
 
         Returns:
             A pandas.DataFrame: method, criterion, gamma, temperature, chosen, and the scores on the test samples with
@@ -143,11 +144,11 @@ class Study(JudgedComparison):
         """Write ``report.html``, a self-contained page, and into the same folder pictures, tables and the calibrator.
 
         Args:
-            folder: created if it is not there; files of the same names are replaced, each in one step.
+            folder: created if missing; files of the same names are replaced atomically.
             title: heading of the page.
 
         Returns:
-            The files, the page last.
+            The paths of the files, the page last.
 
         Raises:
             ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Many networks in one go: the same comparison for each, resumable, on any executor."""
+"""The same comparison for many networks, resumable, on any executor."""
 
 import contextlib
 import importlib.util
@@ -33,7 +33,7 @@ from focalkern.study.study import Study
 __all__ = ["METHODS", "SCORES", "Sweep", "run_sweep", "sweep", "sweep_one", "sweep_settings"]
 
 _FORMAT = 3
-_STUDY = ("criterion", "folds", "seed")  # the settings that are no options of the reader
+_STUDY = ("criterion", "folds", "seed")  # the settings that are not options of the reader
 
 
 def sweep(
@@ -54,34 +54,33 @@ def sweep(
     storage_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> Sweep:
-    """Compare the calibrators on every one of many files.
+    """Compare the calibrators on each of many files.
 
-    Every network is computed by one thread, so that the results are the same bits with any number of processes and on
-    any executor. If a worker dies, its network is tried once more, alone. Ctrl-C keeps what is finished.
+    One thread computes each network, so the results have the same bits with any number of processes and on any
+    executor. If a worker dies, its network is tried once more, alone. After Ctrl-C, finished results are kept.
 
     Args:
-        files: each with validation and test rows; of a file with one set of rows a random half is for validation.
-            A folder is the files in it, a pattern those that match, ``"@LIST"`` those named in a text file, one per
-            line. All of them may be URLs that fsspec opens: ``"s3://bucket/runs/*.npz"``.
-        folder: for ``sweep.csv``, ``sweep.json``, ``sweep.html`` and, with pyarrow, ``sweep.parquet``, and for the
-            result of every file as soon as it is computed: a later sweep of the same files continues from there.
+        files: files with validation and test rows; if a file has one set of rows, a random half is used for validation.
+            A folder stands for its files, a pattern for its matches, ``"@LIST"`` for the names in a text file, one per
+            line. URLs that fsspec opens are permitted: ``"s3://bucket/runs/*.npz"``.
+        folder: folder for ``sweep.csv``, ``sweep.json``, ``sweep.html`` and, with pyarrow, ``sweep.parquet``, and for
+            the result of every file as soon as it is computed, from which a later sweep of the same files continues.
             None writes no files.
-        jobs: processes on this machine.
+        jobs: number of processes on this machine.
         executor: any :class:`concurrent.futures.Executor` in place of ``jobs``: dask's ``Client.get_executor()``,
-            loky, ``mpi4py.futures.MPIPoolExecutor``, :class:`focalkern.integrations.ray.RayExecutor`. Its workers must
-            find the files and focalkern. The caller shuts it down.
-        batch: networks per task, for engines that take long over a task.
+            loky, ``mpi4py.futures.MPIPoolExecutor``, :class:`focalkern.integrations.ray.RayExecutor`. Its workers need
+            access to the files and to focalkern. The caller shuts it down.
+        batch: number of networks per task, for engines with a large overhead per task.
         criterion, folds, seed: as :func:`focalkern.compare_calibrators`.
-        labels, input_kind, logits_key, labels_key, ignore_index, storage_options: how to read the files, as
-            :func:`focalkern.files.read_sets`. The storage options go to the workers; no file holds them.
+        labels, input_kind, logits_key, labels_key, ignore_index, storage_options: options for reading the files, as
+            :func:`focalkern.files.read_sets`. The storage options are sent to the workers but written to no file.
         progress: True shows a bar; None shows it after two seconds in a terminal; False shows none.
 
     Returns:
-        A :class:`focalkern.Sweep`. A file that cannot be used, or that ends its worker, is in ``failed``.
+        A :class:`focalkern.Sweep`. ``failed`` lists files that cannot be used or that killed their worker.
 
     Raises:
-        TypeError, ValueError: an option that does not fit; files that are no list of paths; both ``jobs`` and
-            ``executor``.
+        TypeError, ValueError: an invalid option; files that are not a list of paths; both ``jobs`` and ``executor``.
         InputError: a list that cannot be read.
         OSError: the folder cannot be written; worker processes do not start.
 
@@ -120,21 +119,22 @@ def sweep_one(
     ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Compare the calibrators on one file: the task that :func:`sweep` gives to its workers.
+    """Compare the calibrators on one file: the task of a worker of :func:`sweep`.
 
     A batch system or Spark calls it once per file; :meth:`Sweep.from_records` joins the records.
 
     Args:
-        path: as one of the files of :func:`sweep`.
+        path: a file as in :func:`sweep`.
         criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options: as
             :func:`sweep`.
 
     Returns:
-        A record of strings, numbers, None and dictionaries, which JSON and pickle take: ``path``, ``error`` (None, or
-        why the file cannot be used), ``criterion``; and without an error the keys of :attr:`Sweep.networks`.
+        A record of strings, numbers, None and dictionaries, for JSON and pickle: ``path``, ``error`` (None, or the
+        reason for which the file cannot be used), ``criterion``; and without an error the keys of
+        :attr:`Sweep.networks`.
 
     Raises:
-        TypeError, ValueError: an option that does not fit. A file that cannot be used raises nothing.
+        TypeError, ValueError: an invalid option. A file that cannot be used raises no error.
 
     Example:
         >>> labels = np.arange(400) % 3
@@ -165,7 +165,7 @@ def run_sweep(
     """:func:`sweep` with two further arguments, for the command.
 
     Args:
-        done: called for every finished file, with whether it was computed now.
+        done: called for every finished file; its argument says whether the file was computed now.
         words: a module-level function (for pickle) that turns the error of an unusable file into text.
     """
     if folder is not None:
@@ -191,7 +191,7 @@ def run_sweep(
         records[name] = record
         if kept is not None and record["error"] is None:
             content = {"format": _FORMAT, "stamp": stamp, "network": record}
-            text = json.dumps(content, allow_nan=False) + "\n"  # with an indent, Python writes it and not C
+            text = json.dumps(content, allow_nan=False) + "\n"  # with an indent, json uses its slower Python code
             write_atomically(kept / f"{called[name]}.json", text.encode())
         done(name, True)
 
@@ -204,7 +204,7 @@ def run_sweep(
         for name in tasks:
             keep(name, *function([name]))
     else:
-        tasks.sort(key=size_of, reverse=True)  # so that no large one is left at the end
+        tasks.sort(key=size_of, reverse=True)  # largest first, so that no large task is left at the end
         batches = [tasks[begin : begin + batch] for begin in range(0, len(tasks), batch)]
         if executor is None:
             jobs = min(jobs, len(batches))
@@ -215,7 +215,7 @@ def run_sweep(
     result = Sweep.from_records(records[name] for name in names)
     if folder is not None:
         document = json.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n"
-        table = result.to_csv().encode(errors="surrogateescape")  # the bytes of a path that is no UTF-8
+        table = result.to_csv().encode(errors="surrogateescape")  # a path may contain bytes that are not UTF-8
         pages = {"sweep.csv": table, "sweep.json": document.encode(), "sweep.html": result.to_html()}
         if importlib.util.find_spec("pyarrow") is not None:
             pages["sweep.parquet"] = result.to_parquet()
@@ -241,7 +241,7 @@ def sweep_settings(
     ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The options of every network, checked, as JSON takes them."""
+    """The checked options of every network, for JSON."""
     one_of(op, "criterion", criterion, PROPER)
     folds, seed = check_folds(op, folds, seed)
     check_options(op, None, storage_options=storage_options, ignore_index=ignore_index)
@@ -259,11 +259,11 @@ def sweep_settings(
 
 
 class _Task:
-    """One task of a sweep: [(record, stamp)] of some files. A class, because pickle takes no function in a function.
+    """The task of a sweep: maps files to [(record, stamp)]. It is a class, because pickle rejects nested functions.
 
     Args:
         settings, words: as :func:`run_sweep`.
-        folder: in which relative paths begin, for workers that have another one.
+        folder: folder of relative paths, for workers with another working directory.
     """
 
     def __init__(self, settings: dict[str, Any], words: Callable[[Exception], str], folder: str | None) -> None:
@@ -274,14 +274,14 @@ class _Task:
         self._name = uuid.uuid4().hex
 
     def __dask_tokenize__(self) -> str:
-        """dask would pickle the settings for every task, to tell one function from another."""
+        """A name for dask, which would otherwise pickle the settings of every task to compare functions."""
         return self._name
 
     def __call__(self, names: Sequence[str], attempt: int = 0) -> list[tuple[dict[str, Any], list[Any]]]:
         found = []
         for name in names:
             place = _in_folder(self._folder, name)
-            stamp = _stamp(place, self._settings)  # first: a file that changes meanwhile is then another task
+            stamp = _stamp(place, self._settings)  # before the computation: a file that changes meanwhile is a new task
             found.append(({**_record(place, self._settings, self._words), "path": name}, stamp))
         return found
 
@@ -292,7 +292,7 @@ def _in_folder(folder: str | None, name: str) -> str:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A network is too small for several threads, which wait for each other in a loop; and their sums differ."""
+    """Context with one thread: a network is too small for several threads, and their sums would round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -302,7 +302,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception], str]) -> dict[str, Any]:
-    """The result of one file, or the error."""
+    """The record of one file, with its result or its error."""
     record = {"path": name, "error": None, "criterion": settings["criterion"]}
     reader = {key: value for key, value in settings.items() if key not in _STUDY}
     study_options = {key: settings[key] for key in _STUDY}
@@ -354,7 +354,7 @@ def _figures(study: Study) -> dict[str, dict[str, float] | None]:
 
 
 def _stamp(name: str, settings: Mapping[str, Any]) -> list[Any]:
-    """A fingerprint of a task: the contents of the files. (Other files may have their size and their time.)"""
+    """A fingerprint of a task by the contents of its files, because size and time do not identify a file."""
     options = settings["storage_options"]
     try:
         files = [located(name, options)]
@@ -368,7 +368,7 @@ def _stamp(name: str, settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _known(place: Path, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record of an earlier sweep for the same task."""
+    """The record of an earlier sweep for the same task; None without one."""
     try:
         content = json.loads(place.read_text())
     except (OSError, ValueError):

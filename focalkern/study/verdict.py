@@ -23,7 +23,7 @@ __all__ = ["accept_rows", "judge"]
 
 
 def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verdict:
-    """The recommendation, its reason and its cost, and the confidence above which to accept its predictions."""
+    """The recommendation, its reason and its cost, and with ``accept`` the threshold of accepted predictions."""
     results, chosen, criterion = comparison.results, comparison.chosen, comparison.criterion
     cross_validation = comparison.cross_validation
     if chosen is None or chosen.test is None:
@@ -77,8 +77,8 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
 
 
 def accept_rows(comparison: Comparison, max_risk: float) -> AcceptThreshold | None:
-    """The threshold on the confidence of the chosen calibrator, from the test samples; None without a calibrator, and
-    for processes other than the first."""
+    """The threshold on the confidence of the chosen calibrator, from the test samples; None without a calibrator and on
+    ranks other than 0."""
     if comparison.chosen is None:
         return None
     test, parts = comparison.test, [torch.zeros(2, 0, dtype=torch.float64)]
@@ -92,7 +92,7 @@ def accept_rows(comparison: Comparison, max_risk: float) -> AcceptThreshold | No
 
 
 def _has_same_rows(comparison: Comparison) -> bool:
-    """Whether the test rows are the validation rows, given once or twice; of long files, by blocks of them."""
+    """Whether the test rows equal the validation rows; for long files, blocks of rows are compared."""
     one, other = comparison.validation, comparison.test
     if comparison.same_samples or len(one) != len(other) or one.n_classes != other.n_classes:
         return comparison.same_samples
@@ -117,7 +117,7 @@ def _first_scores(criterion: str, ece: str) -> list[tuple[str, str]]:
 
 
 def _n_changed(comparison: Comparison, chosen: CalibratorResult) -> int:
-    """Test samples whose predicted class changes."""
+    """Number of test samples whose predicted class changes."""
     if keeps_predictions(chosen.calibrator):
         return 0
     test = comparison.test
