@@ -1,6 +1,6 @@
-"""Calibrate a classifier from its validation logits, look at what that does to test rows, and save the calibrator.
+"""Calibrate a classifier from its validation logits, print the metrics of test rows, and save the calibrator.
 
-    python examples/calibrate.py                # naive Bayes on the digits images, far too sure of itself
+    python examples/calibrate.py                # naive Bayes on the digits images, strongly over-confident
     python examples/calibrate.py logits.npz     # val_logits, val_labels, test_logits, test_labels: see train.py
 
 It writes calibrator.json, which fk.load_calibrator and the command focalkern apply read.
@@ -43,7 +43,7 @@ def main(arguments=None):
             val_logits, val_labels = file["val_logits"], file["val_labels"]
             test_logits, test_labels = file["test_logits"], file["test_labels"]
 
-    # Fitted on validation rows. AutoCalibrator takes the simplest that is as good as the best, by cross-validation.
+    # Fitted on validation rows. AutoCalibrator chooses by cross-validation, and prefers simpler calibrators.
     calibrator = fk.AutoCalibrator().fit(val_logits, val_labels)
     print(f"chosen by {len(val_labels)} validation rows: {calibrator.verdict_.use}")
     for candidate in calibrator.table_:
@@ -53,14 +53,14 @@ def main(arguments=None):
     before = torch.from_numpy(test_logits).log_softmax(-1).numpy()
     report("before", before, test_labels)
     report("after", calibrator.predict_log_proba(test_logits), test_labels)
-    # An ECE is never 0, not even that of a perfectly calibrated model.
+    # Even a perfectly calibrated model has an ECE above 0.
     floor = fk.bootstrap.bias_floor(calibrator.predict_proba(test_logits))["ece_equal_width"]
     print(f"{'perfect calibration':18}  ECE {floor.mean:.4f} on average")
 
     calibrator.save(chosen.out)
     loaded = fk.load_calibrator(chosen.out)
     print(f"saved in {chosen.out}; the first test row: {np.round(loaded.predict_proba(test_logits[:1]), 3)[0]}")
-    # For a network in torch: torch.nn.Sequential(network, loaded.as_module()) ends in calibrated log-probabilities.
+    # For a torch network: torch.nn.Sequential(network, loaded.as_module()) returns calibrated log-probabilities.
 
 
 if __name__ == "__main__":

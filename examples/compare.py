@@ -1,4 +1,4 @@
-"""Compare calibrators for one classifier: which one to use, why, what it costs, and which classes gain.
+"""Compare calibrators for one classifier: the recommended one, the reason, its cost, and its effect on each class.
 
     python examples/compare.py
     python examples/compare.py --report report      # one page with diagrams: report/report.html
@@ -31,7 +31,7 @@ def main(arguments=None):
     parser.add_argument("--report", metavar="DIR", help="write a page with diagrams there (needs matplotlib)")
     chosen = parser.parse_args(arguments)
 
-    # The kind of the rows: log-probabilities are logits; for probabilities say input_kind="probs".
+    # Log-probabilities are logits; for probabilities pass input_kind="probs".
     validation, test = classifier_rows()
     study = fk.compare_calibrators(validation, test, candidates=CANDIDATES, input_kind="probs")
     print(study.verdict)
@@ -41,7 +41,7 @@ def main(arguments=None):
     print(study.table())
     print()
 
-    # The calibrator to use is fitted. Class by class, before and after:
+    # study.calibrator is the recommended calibrator, fitted. Calibration of each class before and after it:
     probs, labels = test
     calibrated = study.calibrator.predict_proba(probs)
     print("class  rows  ECE before  ECE after")

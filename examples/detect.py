@@ -1,9 +1,9 @@
-"""A one-stage detector in small: which digit is in which cell of a picture, most cells being empty.
+"""A small one-stage detector: it predicts the digit in each cell of a picture; most cells are empty.
 
     python examples/detect.py
 
-The digits are scikit-learn's images, put on noise by this script. Each cell has one logit per class, and the sigmoid
-focal loss takes labels, where label 10 of 10 classes is the background.
+The script puts scikit-learn's digits images on noise. Each cell has one logit per class. The sigmoid focal loss takes
+labels; with 10 classes, label 10 is the background.
 """
 
 import argparse
@@ -19,7 +19,7 @@ CLASSES, CELLS, SIZE = 10, 4, 8  # a picture has CELLS x CELLS cells of SIZE x S
 
 
 def pictures(n, images, labels, generator):
-    """n pictures [n, 1, 32, 32] and the labels of their cells [n, 4, 4]; one cell in eight has a digit."""
+    """n pictures [n, 1, 32, 32] and the labels of their cells [n, 4, 4]; one of eight cells has a digit."""
     shape = (n, CELLS, CELLS)
     which = torch.randint(len(labels), shape, generator=generator)
     there = torch.rand(shape, generator=generator) < 1 / 8
@@ -56,13 +56,13 @@ def main(arguments=None):
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
         nn.Conv2d(32, 64, 4, stride=4), nn.ReLU(), nn.Conv2d(64, CLASSES, 1),
     )  # fmt: skip
-    nn.init.constant_(network[-1].bias, math.log(0.01 / 0.99))  # at first every class is improbable (Lin et al. 2017)
+    nn.init.constant_(network[-1].bias, math.log(0.01 / 0.99))  # initial probabilities are low (Lin et al. 2017)
     criterion = fk.SigmoidFocalLoss(gamma=2.0, alpha=0.25, reduction="sum")
     optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
     for _ in range(chosen.steps):
         batch, target = pictures(32, images[train], labels[train], generator)
         n_objects = (target < CLASSES).sum().clamp(min=1)
-        loss = criterion(network(batch), target) / n_objects  # as detectors have it: per object, not per cell
+        loss = criterion(network(batch), target) / n_objects  # normalised by the number of objects, as in detectors
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -72,7 +72,7 @@ def main(arguments=None):
         with torch.no_grad():
             return network(batch).movedim(1, -1).flatten(0, -2), target.flatten()
 
-    # Focal loss leaves scores too low: one temperature per class, fitted on validation cells, mends that.
+    # The focal loss makes scores too low; one temperature per class, fitted on validation cells, corrects them.
     val_logits, val_labels = cells(val)
     is_class = nn.functional.one_hot(val_labels, CLASSES + 1)[:, :CLASSES]
     calibrator = fk.MultiLabelScaling().fit(val_logits, is_class)

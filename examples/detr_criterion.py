@@ -1,9 +1,9 @@
-"""A criterion of a DETR: match queries to boxes, then score each match by its overlap.
+"""A DETR criterion: match queries to boxes, and train the score of each match to be its overlap.
 
     python examples/detr_criterion.py --loss varifocal
 
-Copy `criterion`: the loss takes a class and an overlap for each query, and no dense target. The data are synthetic: the
-network reads noisy boxes and classes, and predicts both.
+Copy `criterion`: the loss takes a class and an overlap for each query, without a dense target. The data are synthetic:
+the network gets noisy boxes and classes, and predicts both.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def overlap(a, b):
 
 @torch.no_grad()
 def match(logits, boxes, classes, truth):
-    """The query of each object, [B, OBJECTS]: greedily the cheapest free one. Published code solves the assignment."""
+    """The query of each object, [B, OBJECTS], by greedy matching. Published code solves the assignment problem."""
     score = logits.sigmoid().gather(2, classes[:, None].expand(-1, QUERIES, -1))
     cost = 5 * torch.cdist(boxes, truth, p=1) - score
     queries = []

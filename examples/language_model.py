@@ -1,9 +1,9 @@
-"""A small language model whose head and loss are one module, so that the logits of a batch never exist all at once.
+"""A small language model with head and loss in one module, which never holds all logits of a batch.
 
     python examples/language_model.py
 
-It learns the words of Python's own help pages (pydoc) with a focal loss. Then gamma and temperature of the calibration
-map are chosen on validation words, batch by batch, and judged on test words.
+It is trained on the words of Python's help pages (pydoc) with a focal loss. Then gamma and temperature of the
+calibration map are chosen on validation words, batch by batch, and evaluated on test words.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import focalkern as fk
 
 
 def words():
-    """The help pages as numbers of words, [n]; the size of the vocabulary."""
+    """The help pages as word indices [n], and the size of the vocabulary."""
     text = re.findall(r"[A-Za-z_]+|[^\sA-Za-z_]", "\n".join(topics[name] for name in sorted(topics)))
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(text))}
     return torch.tensor([vocabulary[word] for word in text]), len(vocabulary)
 
 
 class Model(nn.Module):
-    """From words [B, S] to features [B, S, D]: no head, which is the loss's."""
+    """Maps words [B, S] to features [B, S, D]. The loss contains the head."""
 
     def __init__(self, vocabulary, features=64):
         super().__init__()
@@ -64,7 +64,7 @@ def main(arguments=None):
         for batch in part.split(32):
             yield criterion.logits(model(batch[:, :-1])).flatten(0, 1), batch[:, 1:].flatten()
 
-    # A focal loss leaves a network less sure than it should be, and the focal map of about the same gamma undoes that.
+    # A network trained with a focal loss tends to be under-confident; the focal map of about that gamma corrects it.
     temperatures = [0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3]
     grid = fk.CalibrationGridState(gammas=[0.0, 1.0, 2.0, 3.0], temperatures=temperatures, criteria=("nll",))
     for logits, target in logits_of(val):

@@ -2,8 +2,8 @@
 
     python examples/log_training.py
 
-Head and loss are one operator, whose logits never exist all at once. The statistics come with the loss; gradient
-accumulation adds up their sums and counts, so that the logged means are over tokens and not over micro batches.
+Head and loss are one operator, which never holds all logits. It returns the statistics with the loss. Gradient
+accumulation adds up their sums and counts, so that the logged means are over tokens, not over micro batches.
 """
 
 import argparse
@@ -17,7 +17,7 @@ VOCABULARY, FEATURES, BATCH, LENGTH = 500, 32, 8, 24
 
 
 def batch(generator):
-    """Sentences of a made-up language, in which the next word follows from the last; a prompt of 4 words."""
+    """Sentences of a synthetic language in which the next word depends on the last; 4 words are the prompt."""
     words = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     for _ in range(LENGTH - 1):
         words = torch.cat([words, (words[:, -1:] * 7 + 3) % VOCABULARY], dim=1)
@@ -27,7 +27,7 @@ def batch(generator):
 
 
 def step(body, embedding, optimizer, batches):
-    """One optimizer step over several micro batches; the means over all of their tokens."""
+    """One optimizer step over several micro batches; returns means over all their tokens."""
     tokens = sum((labels != -100).sum() for _, labels in batches)
     totals = {}
     for words, labels in batches:

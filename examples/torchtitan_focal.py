@@ -1,10 +1,10 @@
-"""A focal loss for torchtitan's trainer, for both ways in which it splits the vocabulary, in a small training loop.
+"""A focal loss for torchtitan's trainer, for both of its ways to split the vocabulary, in a small training loop.
 
     python examples/torchtitan_focal.py                                     # one process
     torchrun --nproc-per-node 4 examples/torchtitan_focal.py --way group    # FSDP2 on 2 x tensor parallel on 2
 
-torchtitan calls a loss with logits [T, V] and labels [T], wants the sum over the tokens of the process, and divides by
-the tokens of all processes. Its logits are a DTensor, or the plain slice of this process, with a process group.
+torchtitan calls a loss with logits [T, V] and labels [T], expects the sum over the tokens of the process, and divides
+by the number of tokens of all processes. The logits are a DTensor, or the slice of this process with a process group.
 """
 
 import argparse
@@ -42,15 +42,15 @@ class Model(nn.Module):
 
 
 def batch(step):
-    """Tokens and labels of all processes; a label of -100 does not count."""
+    """Tokens and labels of all processes; a label of -100 is ignored."""
     tokens = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(step))
     labels = (tokens * 7 + 3) % VOCABULARY
-    labels[: TOKENS // 3] = -100  # of the first processes more than of the last
+    labels[: TOKENS // 3] = -100  # the first processes get more ignored labels than the last
     return tokens, labels
 
 
 def train(mesh, way, steps):
-    """The losses of the steps, and the model."""
+    """Trains the model; returns the losses of the steps, and the model."""
     torch.manual_seed(0)
     model, data, tensor = Model(), mesh["dp"], mesh["tp"]
     parallelize_module(model.head, tensor, ColwiseParallel(use_local_output=way == "group"))
@@ -60,9 +60,9 @@ def train(mesh, way, steps):
     for step in range(steps):
         tokens, labels = (part.chunk(data.size())[data.get_local_rank()] for part in batch(step))
         loss = focal_loss(model(tokens), labels, group=tensor.get_group() if way == "group" else None)
-        loss = loss / (batch(step)[1] != -100).sum()  # the tokens of all processes
+        loss = loss / (batch(step)[1] != -100).sum()  # number of tokens of all processes
         optimizer.zero_grad()
-        (loss * data.size()).backward()  # FSDP takes the mean over the data, and the loss is a sum
+        (loss * data.size()).backward()  # FSDP averages gradients over the data ranks, but the loss is a sum
         optimizer.step()
         dist.all_reduce(loss.detach_(), group=data.get_group())
         losses.append(loss.item())

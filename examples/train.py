@@ -18,13 +18,13 @@ import focalkern as fk
 LOSSES = {
     "cross-entropy": nn.CrossEntropyLoss,
     "focal": lambda: fk.FocalLoss(gamma=3.0),
-    "flsd": fk.FLSDLoss,  # gamma is 5 where the target has less than 0.2, else 3
+    "flsd": fk.FLSDLoss,  # gamma is 5 if the probability of the target is below 0.2, else 3
     "adafocal": fk.AdaFocalLoss,  # one gamma per bin of confidence, adapted after every epoch
 }
 
 
 def digits():
-    """Images [N, 1, 8, 8] and labels [N], shuffled: one third each to train, to calibrate and to test."""
+    """Shuffled images [N, 1, 8, 8] and labels [N]: one third each for training, calibration and test."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images = torch.from_numpy(images).float().reshape(-1, 1, 8, 8)[order] / 16
