@@ -232,8 +232,7 @@ class MultiLabelScaling(Calibrator):
     @overload
     def changed(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def changed(self, logits: Any) -> Any:
-        """Marks labels whose prediction differs from that before calibration: none, because the maps keep the side of
-        1/2.
+        """Marks labels whose prediction calibration changes: none, because the maps keep the side of 1/2.
 
         Args:
             logits: [..., L], as :meth:`predict_proba`.

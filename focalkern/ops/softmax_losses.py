@@ -1,5 +1,4 @@
-"""The other losses of a softmax and its target: Poly-1 focal, dual focal, Brier, MMCE. All but MMCE share the kernels
-of the focal loss."""
+"""Poly-1 focal, dual focal, Brier and MMCE loss, which share the kernels of the focal loss."""
 
 from typing import Any
 
