@@ -1,4 +1,4 @@
-"""The command ``focalkern``: calibrate logits, evaluate them, apply what was saved, sweep over many networks."""
+"""The command ``focalkern``: calibrate logits, evaluate them, apply a saved calibrator, sweep over many networks."""
 
 import argparse
 import contextlib
@@ -30,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: without the program's name; ``sys.argv[1:]`` when None.
+        arguments: the arguments without the program's name; None is ``sys.argv[1:]``.
 
     Returns:
-        0, or 2 after one line on stderr when a file, a value or a missing package stands in the way, 130 after
-        Ctrl-C, 143 after SIGTERM.
+        The exit code: 0; 2 after an error (a file, a value, a missing package), which is one line on stderr; 130 after
+        Ctrl-C; 143 after SIGTERM.
     """
     parser = _Parser(prog="focalkern", description="Calibrates trained classifiers and measures the result.")
     parser.add_argument("--version", action="version", version=f"focalkern {__version__}")
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _sigterm_as_ctrl_c():
             code: int = parsed.run(parsed)
-        # stdout is missing if the shell has closed it (>&-); print then writes nothing.
+        # sys.stdout is None if the shell has closed it (>&-); print then writes nothing.
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _fail(parsed.command, "not enough memory")
     except BrokenPipeError:
-        # The reader of a pipe has gone (head, less); Python would complain once more while closing stdout.
+        # The reader of a pipe has ended (head, less); Python would report this again while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -83,7 +83,8 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Ranks that write nothing are excluded: torchrun ends them while they wait for each other, outside Python."""
+    """Context in which SIGTERM acts as Ctrl-C, except on ranks that write nothing: torchrun ends these while they wait
+    outside of Python."""
     handler = signal.getsignal(signal.SIGTERM)
     of_main_thread = threading.current_thread() is threading.main_thread()
     if not of_main_thread or handler != signal.SIG_DFL or os.environ.get("RANK", "0") != "0":
@@ -91,7 +92,7 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
         return
 
     def stop(_number: int, _frame: Any) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
         raise _Terminated
 
     signal.signal(signal.SIGTERM, stop)

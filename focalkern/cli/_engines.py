@@ -1,4 +1,4 @@
-"""``--engine``: who runs the tasks of a sweep."""
+"""The option ``--engine``: the executor of a sweep."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ __all__ = ["engine"]
 
 @contextlib.contextmanager
 def engine(text: str) -> Iterator[Executor | None]:
-    """An executor on the engine of this address; None for processes of this machine.
+    """An executor for the engine at this address; None for processes of this machine.
 
     Args:
         text: ``local``, ``dask://HOST:PORT``, ``ray://HOST:PORT`` or ``ray://auto`` (the cluster that this machine

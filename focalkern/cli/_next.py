@@ -1,4 +1,4 @@
-"""The end of ``focalkern calibrate``: the next commands, and the calibrator in Python."""
+"""The last lines of ``focalkern calibrate``: the next commands, and the use of the calibrator in Python."""
 
 import argparse
 import shlex
@@ -10,18 +10,18 @@ from focalkern.study import python_lines
 
 __all__ = ["next_commands", "print_next", "saved_calibrator"]
 
-_MOST_NAMES = 3  # of files in a command
+_MOST_NAMES = 3  # largest number of files in a printed command
 
 
 def saved_calibrator(arguments: argparse.Namespace) -> Path | None:
-    """The file of the calibrator; None where the command saves none."""
+    """The file of the calibrator; None if the command saves none."""
     if arguments.out is not None:
         return Path(arguments.out)
     return None if arguments.report is None else Path(arguments.report) / "calibrator.json"
 
 
 def next_commands(arguments: argparse.Namespace) -> list[str]:
-    """Commands to copy: they apply and describe the saved calibrator, or save it."""
+    """Commands to copy, which apply and describe the saved calibrator, or save it."""
     saved = saved_calibrator(arguments)
     if saved is None:
         return [shlex.join(["focalkern", *_without_secrets(arguments.words), "--out", "calibrator.json"])]
@@ -35,7 +35,7 @@ def next_commands(arguments: argparse.Namespace) -> list[str]:
 
 
 def _without_secrets(words: list[str]) -> list[str]:
-    """The words of a command. Storage options may hold a secret, so the word JSON replaces them."""
+    """The words of a command, with the word JSON in place of storage options, which may hold a secret."""
     option, shown = "--storage-options", []
     for before, word in zip(["", *words], words, strict=False):
         shown.append("JSON" if before == option else f"{option}=JSON" if word.startswith(f"{option}=") else word)
@@ -43,7 +43,7 @@ def _without_secrets(words: list[str]) -> list[str]:
 
 
 def print_next(arguments: argparse.Namespace, file: Any) -> None:
-    """The commands, and three lines of Python."""
+    """Prints the commands, and three lines of Python."""
     python = python_lines(saved_calibrator(arguments) or "calibrator.json")
     print("\n".join(["Next:", *(f"  {line}" for line in next_commands(arguments))]), file=file)
     print("\n".join(["In Python:", *(f"  {line}" for line in python)]), file=file)

@@ -17,9 +17,9 @@ _ARGUMENTS = re.compile(rf"\b({'|'.join(_OPTIONS)})=(\w+)")
 
 
 def print_note(text: str, file: TextIO | None = None) -> None:
-    """As wide as the tables, with its further lines below the first word; no name of a file is broken.
+    """Prints a note as wide as the tables, with a hanging indent; names of files are not broken.
 
-    The library names arguments of its functions, the command its options.
+    Arguments of functions in the text become options of the command.
     """
     print_wrapped(f"Note: {_ARGUMENTS.sub(_as_option, text)}", file)
 

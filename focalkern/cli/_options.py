@@ -34,7 +34,7 @@ __all__ = [
 
 
 def in_options(error: Exception) -> str:
-    """The error in one line, with the command's options that solve it."""
+    """The error in one line; hints name options of the command."""
     return error._spelled(_option, between=" ") if isinstance(error, InputError) else str(error)
 
 
@@ -43,14 +43,14 @@ def _option(hint: Hint) -> str:
 
 
 class OneOrMany(argparse.Action):
-    """A file, or the files to which a shell has expanded a pattern without quotes."""
+    """Parser action for a file, or for several files to which the shell has expanded a pattern."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else NamedFiles(values))
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -> None:
-    """The positional file and the options that say how to read it; ``evaluate`` has the same."""
+    """Adds the positional file and the options for reading it, shared by several commands."""
     parser.add_argument(
         "input",
         metavar=name,
@@ -111,14 +111,14 @@ def _storage_options(text: str) -> dict[str, Any]:
 
 
 def locate(arguments: argparse.Namespace, *names: str) -> None:
-    """Gives the storage options to the URLs among these arguments, and replaces ``@LIST`` by the names in it."""
+    """Attaches the storage options to the URLs among these arguments, and replaces ``@LIST`` by the names in it."""
     for name in names:
         path = getattr(arguments, name)
         setattr(arguments, name, None if path is None else located(path, arguments.storage_options))
 
 
 def check_out(path: Path, option: str) -> None:
-    """Raises InputError unless the file can be written, before anything is computed."""
+    """Raises InputError unless the file can be written; called before anything is computed."""
     if os.path.isdir(path):
         raise InputError(f"{path}: expected a file for {option}, found a folder")
     folder = os.path.dirname(os.path.realpath(path))
@@ -132,7 +132,7 @@ def check_out(path: Path, option: str) -> None:
 
 
 def check_out_folder(path: Path, option: str) -> None:
-    """Raises InputError unless files can be written into the folder, which need not be there yet."""
+    """Raises InputError unless files can be written into the folder, which may not exist yet."""
     if os.path.exists(path) and not os.path.isdir(path):
         raise InputError(f"{path}: expected a folder for {option}, found a file")
     folder = os.path.realpath(path)
@@ -144,7 +144,7 @@ def check_out_folder(path: Path, option: str) -> None:
 
 
 def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    """Whether both exist and are one file."""
+    """Whether both paths exist and are the same file."""
     return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
@@ -167,7 +167,7 @@ def gammas_of(words: list[str]) -> tuple[float, ...]:
 
 
 def temperature_range(text: str) -> tuple[float, ...]:
-    """``LO:HI:STEP``, both ends included, as multiples of the step: never a sum that drifts."""
+    """The temperatures of ``LO:HI:STEP``, both ends included. Multiples of the step, so rounding does not add up."""
     try:
         low, high, step = (parsed_float(part) for part in text.split(":"))
     except ValueError:
@@ -207,7 +207,7 @@ def seconds(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """A seed as torch's generators take it."""
+    """A seed for torch's generators."""
     try:
         number = parsed_int(text)
     except ValueError:

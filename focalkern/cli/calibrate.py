@@ -1,4 +1,4 @@
-"""``focalkern calibrate``: choose a calibrator on validation rows, measure it on test rows, save it."""
+"""``focalkern calibrate``: choose a calibrator on validation rows, compute its metrics on test rows, save it."""
 
 import argparse
 import functools
@@ -66,7 +66,7 @@ examples:
 """
 
 
-# No search in addition to the grid.
+# Values of --search that add no search to the grid.
 _GRID = (None, "grid")
 
 
@@ -267,9 +267,9 @@ def _run(arguments: argparse.Namespace) -> int:
     document = report.to_json(study, more=split)
     written: list[str] = []
     try:
-        # Before a word is printed, so that a reader who goes away (head) takes no file with him.
+        # Write files before printing: if the reader of stdout ends early (head), all files exist.
         _write(arguments, study, document, cells, written)
-        progress.remove()  # the search is over, and its results have been written
+        progress.remove()  # the search is complete and its results are written
     finally:
         _show(arguments, study, document, criterion, written)
     return 0
@@ -306,7 +306,7 @@ def _show(
         print()
         print(report.describe(study))
         print()
-    # The remarks belong to the table; in JSON they would disturb parsers.
+    # With --json, stdout must hold only JSON, so verdict and remarks go to stderr.
     said = sys.stderr if arguments.json else sys.stdout
     if arguments.json:
         print(study.verdict, file=said)
@@ -330,7 +330,7 @@ def _show(
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Names of candidates with commas between them."""
+    """Parses names of candidates, separated by commas."""
     names = tuple(name.strip() for name in text.split(","))
     unknown = [name for name in names if name not in CANDIDATES]
     if unknown:
@@ -339,7 +339,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
-    """The bins and the criterion that the user chose, or that follow from the other options."""
+    """The bins and the criterion, from their options or from the other options."""
     search = arguments.search
     if arguments.method is None:
         arguments.method = "auto" if search in _GRID and arguments.binning is None else "focal-temperature"
@@ -362,7 +362,7 @@ def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Raise before the search where an output cannot be written."""
+    """Raises, before the search, if an output cannot be written."""
     if arguments.out is not None:
         check_out(arguments.out, "--out")
         _check_not_read(arguments, arguments.out, "--out")
@@ -389,7 +389,7 @@ def _check_not_read(arguments: argparse.Namespace, file: Path, option: str) -> N
 def _reader(
     arguments: argparse.Namespace, processes: Processes, progress: Progress
 ) -> Callable[..., Mapping[str, LogitSet | Samples]]:
-    """``read_sets``, or ``stream_sets`` where samples are read in batches."""
+    """``read_sets``, or ``stream_sets`` if samples are read in batches."""
     paths = (arguments.input, arguments.labels, arguments.test, arguments.test_labels)
     if not (arguments.stream or arguments.state is not None or processes.size > 1 or wants_streaming(paths)):
         return read_sets

@@ -1,4 +1,4 @@
-"""``focalkern demo``: train three small classifiers, calibrate them with the paper's grid, show the result."""
+"""``focalkern demo``: train three small classifiers, calibrate them, and write reports."""
 
 import argparse
 import io
@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace, name: str, val: LogitSet, test: LogitSet) -> Study:
-    """A study with its logits and its report in a folder."""
+    """The study of a network; writes its logits and its report into a folder."""
     folder = arguments.out / _folder(name)
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "logits.npz"
@@ -111,7 +111,7 @@ def _folder(name: str) -> str:
 
 
 def _scores(study: Study) -> tuple[dict[str, float], dict[str, float]]:
-    """On the test rows, before and after calibration."""
+    """Scores on the test rows, before and after calibration."""
     before = study.results[0].test
     after = before if study.chosen is None else study.chosen.test
     assert before is not None
@@ -120,7 +120,7 @@ def _scores(study: Study) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _found(studies: dict[str, Study]) -> list[str]:
-    """Sentences: the best network before calibration and after it, with the reason."""
+    """Sentences that name the best network before and after calibration, with the reason."""
     said = []
     for place, when in enumerate(("before", "after")):
         best = min(studies, key=lambda name: _scores(studies[name])[place]["nll"])
@@ -142,7 +142,7 @@ def _commands(out: Path, first: str) -> list[str]:
 
 
 def _index(out: Path, data: str, studies: dict[str, Study], found: list[str], commands: list[str]) -> bytes:
-    """The page of all networks, with links to their reports."""
+    """The index page of all networks, with links to their reports."""
     head = ["network", "accuracy", "NLL before", "NLL after", "ECE before", "ECE after", "calibrator"]
     rows, reports = [], []
     for name, study in studies.items():

@@ -1,4 +1,4 @@
-"""``focalkern info``: versions and what the compiled module can do here."""
+"""``focalkern info``: versions, and the kernels that are available on this machine."""
 
 import argparse
 import importlib.metadata
@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "CPU": f"{torch.get_num_threads()} threads; torch sees {torch.backends.cpu.get_cpu_capability()}",
         "CPU kernels": _words(cpu),
         "CUDA kernels": _words(cuda),
-        # All other entries of build_info.
+        # The other entries of build_info.
         **{name.replace("_", " "): _words(value) for name, value in built.items()},
         "packages": ", ".join(
             _installed(name) for name in ("numpy", "tabulate", "tqdm", "matplotlib", "safetensors", "scikit-learn")

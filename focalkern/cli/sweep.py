@@ -1,4 +1,4 @@
-"""``focalkern sweep``: many networks in one go."""
+"""``focalkern sweep``: compare the calibrators on many networks."""
 
 import argparse
 import importlib.util
@@ -28,8 +28,8 @@ from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep_setti
 
 __all__ = ["add_parser"]
 
-_ENDS = 10  # networks on the screen from each end, where there are more than twice as many
-_LINES = 100  # a line for each network of so many
+_ENDS = 10  # number of networks shown from each end, if more than twice as many exist
+_LINES = 100  # largest number of networks with one progress line each
 
 
 def add_parser(commands: Any) -> None:
@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from tabulate import tabulate  # an extra; main reports its absence
+    from tabulate import tabulate  # an optional dependency; main reports its absence
 
     if arguments.report is not None:
         check_out_folder(arguments.report, "--report")
@@ -112,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{len(result.networks)} networks: the {_ENDS} whose NLL falls most from none to auto, and the {_ENDS} "
             f"whose NLL falls least\n({where})\n"
         )
-    heads = [method.replace(", ", ",\n") for method in METHODS]  # two lines, so that there is room for long names
+    heads = [method.replace(", ", ",\n") for method in METHODS]  # two lines, to leave room for long names
     for figure, heading in SCORES.items():
         if result.networks and figure != "brier":
             rows = result.table(figure)
@@ -137,7 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _best_and_worst(result: Sweep) -> list[list[int]]:
-    """Places of the networks on the screen, in parts: all, or both ends by the change of the NLL from none to auto."""
+    """Indices of the shown networks, in parts: all, or both ends by the change of the NLL from none to auto."""
     places = list(range(len(result.networks)))
     if len(places) <= 2 * _ENDS:
         return [places]
@@ -152,13 +152,13 @@ def _best_and_worst(result: Sweep) -> list[list[int]]:
 
 
 class _Progress:
-    """A bar in a terminal. A log has one line per network or, for many networks, one per percent, with speed and time
-    left.
+    """Progress: a bar in a terminal; otherwise one line per network or, for many networks, one line per percent with
+    speed and remaining time.
 
     Args:
-        total: networks.
-        clock: seconds.
-        bar: whether stderr is a terminal that has a bar.
+        total: number of networks.
+        clock: function that returns the time in seconds.
+        bar: whether stderr is a terminal and shows a bar.
     """
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic, bar: bool | None = None) -> None:

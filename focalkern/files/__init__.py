@@ -1,4 +1,4 @@
-"""Rows in files: logits or probabilities with their labels, read at once or a few at a time."""
+"""Rows in files: logits or probabilities with their labels, read at once or a few rows at a time."""
 
 from focalkern.files.read import read_sets
 from focalkern.files.samples import Hint, InputError, LogitSet

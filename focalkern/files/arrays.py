@@ -1,4 +1,4 @@
-"""Arrays in files: all of them by name, or a few rows at a time where the format allows it."""
+"""Arrays in files: all of them by name, or a few rows at a time if the format permits it."""
 
 import pickle
 import re
@@ -35,12 +35,12 @@ class ArrayRows:
     """An array that is read a few rows at a time.
 
     Attributes:
-        source: its file.
-        name: its name in the file.
+        source: the file.
+        name: name of the array in the file.
         shape: [N, ...].
-        dtype: as the file names it.
-        numbers: whether it holds floating-point numbers, integers, or anything else.
-        read: the rows [begin, end) as a tensor in memory.
+        dtype: the name of the dtype in the file.
+        numbers: kind of the values: floating-point numbers, integers, or others.
+        read: function that returns the rows [begin, end) as a tensor in memory.
     """
 
     source: str
@@ -66,7 +66,7 @@ class ArrayRows:
         return self.rows(0, self.shape[0] if self.shape else 0)
 
 
-# NumPy's header, torch's unpickler and decompressors raise errors of any class for truncated or damaged bytes.
+# For truncated or damaged bytes, NumPy's header parser, torch's unpickler and decompressors raise errors of any class.
 READ_ERRORS = (Exception,)
 
 
@@ -77,7 +77,7 @@ def unreadable(source: str, expected: str, error: BaseException) -> InputError:
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return InputError(f"{source}: expected a file that can be read, found: {error.strerror}")
     text = str(error).strip()
-    # NumPy says this of pickles and of files that are no arrays at all; torch refuses a pickle in many words.
+    # NumPy's error is the same for pickles and for files that are not arrays; torch's error for pickles is long.
     if "allow_pickle" in text or "Object arrays" in text:
         found = "pickled Python objects, or something else that is not an array; they are refused"
     elif "weights_only" in text.lower() or "Unsupported" in text or isinstance(error, pickle.UnpicklingError):
@@ -94,7 +94,7 @@ def unreadable(source: str, expected: str, error: BaseException) -> InputError:
 
 
 def load_numpy(stream: BinaryIO, source: str, expected: str) -> Any:
-    # A stream and not a path: NumPy leaves a file that it opened itself open when it is damaged.
+    # A stream, not a path: NumPy does not close a damaged file that it has opened itself.
     try:
         return np.load(stream, allow_pickle=False)
     except READ_ERRORS as error:
@@ -121,11 +121,11 @@ BARE = ""
 
 
 def _read_pt(source: str) -> dict[str, Any]:
-    """A dict of tensors; a single tensor, which has no name, is called :data:`BARE`."""
+    """A dict of tensors; a single tensor without a name is called :data:`BARE`."""
     expected = "a dict of tensors"
     try:
         with open_file(source) as stream, warnings.catch_warnings():
-            # torch warns of pickles that it then refuses; the refusal is enough.
+            # torch warns about pickles before it refuses them; the error is enough.
             warnings.simplefilter("ignore")
             loaded = torch.load(stream, map_location="cpu", weights_only=True)
     except READ_ERRORS as error:
@@ -137,12 +137,12 @@ def _read_pt(source: str) -> dict[str, Any]:
     return {str(key): value for key, value in loaded.items()}
 
 
-# By suffix, the readers of all arrays of a file.
+# Readers of all arrays of a file, by suffix.
 ARCHIVES: dict[str, Callable[[str], dict[str, Any]]] = {".npz": _read_npz, ".pt": _read_pt, ".pth": _read_pt}
 
 
 def rows_of_tensor(source: str, name: str, tensor: Tensor) -> ArrayRows:
-    """The rows of a tensor in memory."""
+    """:class:`ArrayRows` of a tensor in memory."""
     numbers: Literal["float", "other"] = "float" if tensor.is_floating_point() else "other"
     dtype = str(tensor.dtype).removeprefix("torch.")
     return ArrayRows(source, name, tuple(tensor.shape), dtype, numbers, lambda begin, end: tensor[begin:end])
@@ -166,7 +166,7 @@ def find_sets(
     logits_key: str | None = None,
     labels_key: str | None = None,
 ) -> dict[str, tuple[InputKind, str, str]]:
-    """Prefix -> kind of the set and names of its arrays; at least one set. With keys, of the one that they name."""
+    """For each prefix, the kind of the set and the names of its arrays; at least one set. Keys select a single set."""
     sets: dict[str, tuple[InputKind, str, str]] = {}
     if logits_key is not None:
         labels_key = labels_key or "labels"

@@ -1,4 +1,4 @@
-"""Reads comma-separated text with pyarrow if it is installed and gives the same values, else with Python."""
+"""Reads comma-separated text, with pyarrow if it is installed and gives the same values, else with Python."""
 
 import csv
 import io
@@ -20,9 +20,9 @@ class TextTable:
     """The contents of a .csv file.
 
     Attributes:
-        source: its name.
+        source: name of the file.
         names: names of the columns.
-        data: all of its bytes.
+        data: the bytes of the file.
     """
 
     source: str
@@ -33,17 +33,17 @@ class TextTable:
         """The columns ``numbers`` as [N, C] float64, and the columns ``others`` as text.
 
         Raises:
-            InputError: a row of another length, a value that is no number.
+            InputError: a row of another length, or a value that is not a number.
         """
         found = _by_arrow(self.data, len(self.names), numbers, others)
         return _by_python(self.source, self.data, numbers, others) if found is None else found
 
 
 def read_text_table(source: str) -> TextTable:
-    """Reads a .csv file, and of its contents the header.
+    """Reads a .csv file, and parses only its header.
 
     Raises:
-        InputError: it is no such file.
+        InputError: the file is not comma-separated text.
     """
     with open_file(source) as stream:
         data = stream.read()
@@ -55,7 +55,7 @@ def _by_arrow(
 ) -> tuple[np.ndarray[Any, Any], list[list[str]]] | None:
     """The columns by pyarrow; None if pyarrow is missing, rejects them, or may read them differently from Python.
 
-    Both round decimals correctly. Quotes and carriage returns have other rules in each.
+    Both round decimals correctly. They have different rules for quotes and carriage returns.
     """
     try:
         import pyarrow
@@ -72,7 +72,7 @@ def _by_arrow(
             convert_options=ConvertOptions(column_types=types, include_columns=list(types), null_values=[]),
         )
     except pyarrow.ArrowException:
-        return None  # Python says in which line
+        return None  # the error of Python names the line
     values = np.stack([table.column(str(place)).to_numpy() for place in numbers], axis=1)
     return values, [table.column(str(place)).to_pylist() for place in others]
 
@@ -95,7 +95,7 @@ def _by_python(
 
 
 def _rows(source: str, data: bytes) -> Iterator[tuple[int, list[str]]]:
-    """Header and rows as text, with the numbers of their lines; every row is as long as the header."""
+    """Header and rows as text, with their line numbers; raises if a row has another length than the header."""
     try:
         with io.TextIOWrapper(io.BytesIO(data), newline="", encoding="utf-8-sig") as stream:
             reader = csv.reader(stream)

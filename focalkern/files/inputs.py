@@ -1,4 +1,4 @@
-"""Rows without labels, for a saved calibrator: a few at a time where the format allows it."""
+"""Rows without labels, for a saved calibrator: a few at a time if the format permits it."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -27,11 +27,11 @@ class UnlabelledRows:
 
     Attributes:
         kind: ``"logits"`` or ``"probs"``.
-        name: ``""``, ``"val"``, ``"test"`` or another word in front of the array's name.
+        name: prefix of the name of the array: ``""``, ``"val"``, ``"test"`` or another word.
         source: the file or pattern.
         n_rows, n_classes: N and C.
-        pixels: (d1, ...) of [N, C, d1, ...]; nothing for [N, C].
-        table: for a table, the names of the classes and all other columns.
+        pixels: (d1, ...) of [N, C, d1, ...]; empty for [N, C].
+        table: for a table, the names of the classes and all other columns; else None.
     """
 
     kind: InputKind
@@ -49,7 +49,7 @@ class UnlabelledRows:
         return (self.n_rows, self.n_classes, *self.pixels)
 
     def batches(self, numbers: int) -> Iterator[Tensor]:
-        """[n, C] float32 or float64, checked: rows, or the pixels of images, with about so many numbers."""
+        """Checked batches [n, C], float32 or float64, of rows or pixels, with about ``numbers`` values each."""
         at_once = images_at_once(self.shape, numbers)
         for part in self._parts:
             for begin in range(0, part.rows, at_once):
@@ -65,19 +65,19 @@ def open_unlabelled(
 ) -> dict[str, UnlabelledRows]:
     """The sets of one or several files, by the prefix of the array's name.
 
-    Labels in the files are not read. ``.npy``, ``.safetensors`` and ``.zarr`` are read a few rows at a time, the
-    others at once.
+    Labels in the files are not read. ``.npy``, ``.safetensors`` and ``.zarr`` are read a few rows at a time, other
+    formats at once.
 
     Args:
-        path: .npz, .npy, .pt, .pth, .safetensors, .zarr, .csv, .parquet or .feather; a folder, pattern or list of
-            any of them but .csv.
+        path: a file .npz, .npy, .pt, .pth, .safetensors, .zarr, .csv, .parquet or .feather; a folder, pattern or list
+            of files of one of these formats except .csv.
         input_kind: ``"logits"`` or ``"probs"``; None: the name of the array or of the file decides; other names mean
             logits.
-        logits_key: the name of the array; of tables, a pattern for the columns of the classes.
+        logits_key: the name of the array; for tables, a pattern for the columns of the classes.
         storage_options: options of the file system of URLs.
 
     Raises:
-        InputError: anything at all that is wrong with the files.
+        InputError: any problem with the files.
     """
     path = check_options("open_unlabelled", input_kind, path, storage_options, logits_key=logits_key)
     path = located(path, storage_options)
@@ -134,7 +134,7 @@ def open_unlabelled(
 def _find(
     source: str, arrays: Mapping[str, Any], input_kind: InputKind | None, logits_key: str | None
 ) -> dict[str, tuple[InputKind, str]]:
-    """Prefix -> kind and name of each array called logits or probs, or of the array that the user named."""
+    """For each prefix, kind and name of the array called logits or probs, or of the array that the user named."""
     if list(arrays) == [BARE]:
         return {"": (_kind_of_file(source, input_kind), BARE)}
     if logits_key is not None:
@@ -172,7 +172,7 @@ def _kind_in(stem: str) -> InputKind | None:
 
 
 def _part(input: ArrayRows, kind: InputKind, key: str) -> Shard:
-    """The rows of one array, which errors call ``key``."""
+    """The rows of one array; errors call it ``key``."""
     if input.numbers != "float":
         raise InputError(f"{input.source}: {key}: expected floating point, found {input.dtype}")
     if len(input.shape) < 2 or input.shape[1] < 2 or 0 in input.shape[2:]:

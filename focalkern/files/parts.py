@@ -32,7 +32,7 @@ _TORCH_DTYPES = {
     "U8": torch.uint8,
 }
 _NUMBERS: dict[str, Any] = {"f": "float", "i": "integer", "u": "integer"}
-# Bytes in which the header of a .npy file ends, but for one with hundreds of fields.
+# Number of bytes that contain the header of any .npy file, except one with hundreds of fields.
 _NPY_HEADER = 1 << 12
 
 
@@ -40,7 +40,7 @@ def open_npy(source: str, name: str = "array") -> ArrayRows:
     """The array of a .npy file; ``name`` is its name in errors.
 
     Raises:
-        InputError: not an array of numbers, or a truncated one.
+        InputError: the file is not an array of numbers, or is truncated.
     """
     if isinstance(source, Url):
         return _open_remote_npy(source, name)
@@ -48,7 +48,7 @@ def open_npy(source: str, name: str = "array") -> ArrayRows:
         shape, dtype, _, _ = _npy_header(source, stream, os.path.getsize(source))
 
     def read(begin: int, end: int) -> Tensor:
-        # Mapped anew each time: what was read before leaves the memory with the mapping.
+        # A new map for each read, so that pages of earlier reads are released with their map.
         return as_tensor(source, name, _map_npy(source)[begin:end].copy())
 
     return ArrayRows(source, name, shape, str(dtype), _NUMBERS.get(dtype.kind, "other"), read)
@@ -59,7 +59,7 @@ def _open_remote_npy(source: Url, name: str) -> ArrayRows:
     shape, dtype, by_columns, first = _npy_header(source, io.BytesIO(head), urls.size(source))
 
     def read(begin: int, end: int) -> Tensor:
-        if by_columns:  # the rows are not next to each other
+        if by_columns:  # rows are not contiguous
             return as_tensor(source, name, np.load(io.BytesIO(urls.contents(source)), allow_pickle=False)[begin:end])
         data = _rows_of_bytes(source, first, shape, dtype.itemsize, begin, end)
         return as_tensor(source, name, np.frombuffer(data, dtype).reshape(-1, *shape[1:]))
@@ -79,7 +79,7 @@ def _rows_of_bytes(source: Url, first: int, shape: tuple[int, ...], itemsize: in
 
 
 def open_safetensors(source: str) -> dict[str, ArrayRows]:
-    """Name -> array of a .safetensors file.
+    """The arrays of a .safetensors file by name.
 
     Raises:
         InputError: safetensors is not installed, or the file is damaged.
@@ -106,12 +106,13 @@ def open_safetensors(source: str) -> dict[str, ArrayRows]:
             return {key: rows_of(key, stream.get_slice(key)) for key in stream.keys()}  # noqa: SIM118  # no mapping
     except InputError:
         raise
-    except Exception as error:  # safetensors has an error of its own for damaged files, and OSError for others
+    except Exception as error:  # safetensors raises its own error for damaged files, and OSError for others
         raise unreadable(source, "a .safetensors file", error) from error
 
 
 def _open_remote_safetensors(source: Url) -> dict[str, ArrayRows]:
-    """The header is a length of 8 bytes and JSON: https://huggingface.co/docs/safetensors, "Format"."""
+    """The arrays of a remote file. Its header is a length of 8 bytes and JSON: https://huggingface.co/docs/safetensors,
+    "Format"."""
 
     def rows_of(key: str, entry: dict[str, Any]) -> ArrayRows:
         dtype, shape = str(entry["dtype"]), tuple(int(length) for length in entry["shape"])
@@ -139,7 +140,7 @@ def _open_remote_safetensors(source: Url) -> dict[str, ArrayRows]:
 
 
 def open_zarr(source: str) -> dict[str, ArrayRows]:
-    """Name -> array in the top group of a zarr store.
+    """The arrays in the top group of a zarr store by name.
 
     Raises:
         InputError: zarr is not installed, or the store is damaged.
@@ -163,12 +164,12 @@ def open_zarr(source: str) -> dict[str, ArrayRows]:
         raise unreadable(source, "a group of arrays (zarr)", error) from error
 
 
-# By suffix, what opens the arrays of a file by their names.
+# Functions that open the arrays of a file by name, by suffix.
 BY_NAME: dict[str, Callable[[str], dict[str, ArrayRows]]] = {".safetensors": open_safetensors, ".zarr": open_zarr}
 
 
 def _npy_header(name: str, stream: BinaryIO, found: int | None) -> tuple[tuple[int, ...], np.dtype[Any], bool, int]:
-    """Shape, dtype, whether columns are contiguous, and the first byte of an array in a file of so many bytes."""
+    """Shape, dtype, Fortran order, and offset of the first byte of the array in a file of ``size`` bytes."""
     try:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0

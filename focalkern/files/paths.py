@@ -34,15 +34,15 @@ __all__ = [
 ]
 
 _SUFFIXES = (".npz", ".npy", ".pt", ".pth", ".safetensors", ".csv", ".parquet", ".feather", ".zarr")
-# Folders that are one set of rows.
+# Suffixes of folders that are a single set of rows.
 _DATA_SETS = (".parquet", ".zarr")
 
 
 class NamedFiles(str):
-    """Several names for one argument, for instance from a pattern that the shell expanded. As text, first and last.
+    """Several names for one argument, for example from a pattern that the shell expanded. ``str()`` has first and last.
 
     Attributes:
-        names: all of them.
+        names: all names.
     """
 
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class NamedFiles(str):
 
 
 def located(path: str, storage_options: Mapping[str, Any] | None = None) -> str:
-    """The path, where a URL carries the options of its file system; of ``@LIST`` the names in it.
+    """The path; a URL gets the options of its file system, and ``@LIST`` becomes the names in the list.
 
     Raises:
         InputError: a list that cannot be read.
@@ -77,7 +77,7 @@ def located(path: str, storage_options: Mapping[str, Any] | None = None) -> str:
 
 
 def name_of(name: str) -> PurePosixPath:
-    """The last part of a path or of a URL, without the query of an address of the web."""
+    """The last part of a path or URL, without the query of a web address."""
     if is_url(name):
         name = re.split(r"[?#]", str(name))[0] if name.lower().startswith("http") else str(name)
         name = name.rstrip("/").rpartition("/")[2]
@@ -118,14 +118,14 @@ def _is_pattern(name: str) -> bool:
 
 
 def files_of(path: str) -> list[str]:
-    """The files that a located path stands for, in the order of their names and numbers; itself, if it is one.
+    """The files that a located path stands for, in the order of their names and numbers; a file stands for itself.
 
-    A folder stands for its readable files, a folder called .zarr or .parquet for itself, and a pattern for its matches;
-    ``**`` matches all folders below. An existing file is never a pattern. .npy files of labels are not listed if the
-    list has other .npy files. A name in a list that matches no file is kept.
+    A folder stands for its readable files, a folder with the suffix .zarr or .parquet for itself, and a pattern for its
+    matches; ``**`` matches all folders below. An existing file is never a pattern. .npy files of labels are left out if
+    the result has other .npy files. A name in a list that matches no file is kept.
 
     Raises:
-        InputError: a server that does not answer.
+        InputError: a server does not answer.
     """
     if isinstance(path, NamedFiles):
         return [file for name in path.names for file in (files_of(name) or [name])]
@@ -143,22 +143,22 @@ def files_of(path: str) -> list[str]:
 
 
 def expanded(names: Iterable[str], storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """The files that the names stand for, each once, as :func:`files_of`; a name that stands for none stays.
+    """The files that the names stand for (:func:`files_of`), each once. A name without files is kept.
 
     Raises:
-        InputError: a list that cannot be read, a server that does not answer.
+        InputError: a list cannot be read, or a server does not answer.
     """
     places = [located(name, storage_options) for name in names]
     return list(dict.fromkeys(str(file) for name in places for file in (files_of(name) or [name])))
 
 
 def matches(path: str) -> list[str]:
-    """The files that make one set of rows; at least one.
+    """The files of one set of rows; at least one.
 
-    A folder that is called .parquet stands for the .parquet files in it and below.
+    A folder with the suffix .parquet stands for the .parquet files in it and below.
 
     Raises:
-        InputError: the path does not exist.
+        InputError: the path does not exist, or no file matches.
     """
     if not is_several(path):
         check_file(path)
@@ -173,7 +173,7 @@ def matches(path: str) -> list[str]:
 
 
 def _parts_of(file: str) -> list[str]:
-    """A file, or of a data set of parquet its files."""
+    """The file itself, or the files of a parquet data set."""
     if suffix_of(file) != ".parquet":
         return [file]
     if isinstance(file, Url):
@@ -200,8 +200,8 @@ def _lines(name: str) -> list[str]:
 
 
 def _usable(names: Iterable[str]) -> list[str]:
-    """The readable files among these, in natural order: val-10 comes after val-9. Files of labels only if no others
-    exist."""
+    """The readable files among these, in natural order: val-10 comes after val-9. Files of labels are included only if
+    there are no others."""
     readable = sorted((name for name in names if _is_readable(name)), key=_numbers)
     return [name for name in readable if not _is_of_labels(name)] or readable
 
@@ -227,8 +227,7 @@ def exists(name: str) -> bool:
 
 
 def check_file(source: str, expected: str = "a file") -> None:
-    """Raises InputError unless there is a file, in a folder that may be looked into. For a URL its reader reports
-    this."""
+    """Raises InputError unless the file exists and its folder can be read. URLs are checked by their reader."""
     if is_url(source):
         return
     try:
@@ -242,7 +241,7 @@ def check_file(source: str, expected: str = "a file") -> None:
 
 
 def open_file(source: str) -> BinaryIO:
-    """A file to be read as a whole. A URL is fetched at once."""
+    """A stream of the file. A URL is downloaded completely."""
     if is_url(source):
         return io.BytesIO(urls.contents(source if isinstance(source, Url) else Url(source)))
     try:
@@ -252,7 +251,7 @@ def open_file(source: str) -> BinaryIO:
 
 
 def size_of(name: str) -> int:
-    """Bytes of a file; 0 if the size is unknown."""
+    """The size of a file in bytes; 0 if unknown."""
     if isinstance(name, Url):
         return urls.size(name) or 0
     try:
@@ -265,7 +264,7 @@ def fingerprint(name: str) -> str:
     """A fingerprint that changes with the content of a file or folder.
 
     Raises:
-        InputError, OSError: it cannot be read.
+        InputError, OSError: the file cannot be read.
     """
     if isinstance(name, Url):
         return urls.fingerprint(name)

@@ -1,4 +1,4 @@
-"""Pixels as rows: [N, C, d1, ...] with labels [N, d1, ...], in memory or read from files a few images at a time."""
+"""Conversion of pixels [N, C, d1, ...] with labels [N, d1, ...] to rows, in memory or from files."""
 
 import functools
 import math
@@ -14,17 +14,17 @@ from focalkern._arrays import flat_rows
 
 __all__ = ["PixelRows", "images_at_once", "label_misfit", "place_of", "place_of_counted", "rows_that_count"]
 
-# Numbers that are copied or read at once, unless one image has more.
+# Number of values that are copied or read at once; at least one image.
 _NUMBERS = 1 << 21
 
 
 def images_at_once(shape: Sequence[int], numbers: int | None = None) -> int:
-    """Images of [N, C, d1, ...] that have so many numbers together (two million when None); at least one."""
+    """Number of images of [N, C, d1, ...] with about ``numbers`` values together (None: two million); at least one."""
     return max(1, (numbers or _NUMBERS) // max(1, math.prod(shape[1:])))
 
 
 def label_misfit(shape: Sequence[int], found: Sequence[int], input_words: str, label_name: str = "") -> str:
-    """Expected and found shape of labels that do not fit logits [N, C, d1, ...], with the remedy; or nothing."""
+    """A text with expected and found shape and the remedy, if labels do not fit logits [N, C, d1, ...]; else empty."""
     expected = [shape[0], *shape[2:]]
     if list(found) == expected:
         return ""
@@ -40,9 +40,9 @@ def label_misfit(shape: Sequence[int], found: Sequence[int], input_words: str, l
 
 
 def rows_that_count(input: Tensor, labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:
-    """[M, C] and [M]: the pixels in the order of the flattened labels, without those labelled ``ignore_index``.
+    """[M, C] and [M]: the pixels in the order of the flattened labels, without pixels labelled ``ignore_index``.
 
-    Beyond the result it takes the memory of a few images.
+    In addition to the result it needs the memory of a few images.
     """
     counts = None if ignore_index is None else labels != ignore_index
     if counts is None or bool(counts.all()):
@@ -57,7 +57,7 @@ def rows_that_count(input: Tensor, labels: Tensor, ignore_index: int | None) -> 
 
 
 def place_of(row: int, shape: Sequence[int], first_image: int = 0) -> str:
-    """``row 12`` or ``pixel [0, 3, 2]``: the place of a row among labels [N, d1, ...] of this shape."""
+    """``row 12`` or ``pixel [0, 3, 2]``: the place of a row in labels [N, d1, ...] of this shape."""
     image, *others = (int(place) for place in np.unravel_index(row, tuple(shape)))
     return f"pixel {[first_image + image, *others]}" if others else f"row {first_image + image}"
 
@@ -75,7 +75,7 @@ class PixelRows:
     Args:
         shape: [N, C, d1, ...].
         input, labels: read the images [begin, end).
-        ignore_index: label of ignored pixels. With it, all labels are read once, to count the others.
+        ignore_index: label of ignored pixels. If given, all labels are read once to count the other pixels.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PixelRows:
         self._input, self._all_labels, self._ignored = input, labels, ignore_index
         at_once = images_at_once(shape)
         self._blocks = [(begin, min(begin + at_once, shape[0])) for begin in range(0, shape[0], at_once)]
-        # A batch is a part of a block, or a few blocks: the block of the last one is the first of the next.
+        # A batch is a part of a block or spans a few blocks; the last block of a batch is the first of the next batch.
         self._labels = functools.lru_cache(1)(self._read_labels)
         self._rows = functools.lru_cache(1)(self._read_rows)
         pixels = math.prod(shape[2:])
@@ -104,11 +104,11 @@ class PixelRows:
         return self._starts[-1]
 
     def input(self, begin: int, end: int) -> Tensor:
-        """[end - begin, C]: the input of the rows [begin, end)."""
+        """The input of the rows [begin, end), [end - begin, C]."""
         return self._between(begin, end, lambda block: self._rows(block)[0])
 
     def labels(self, begin: int, end: int) -> Tensor:
-        """[end - begin] int64."""
+        """The labels of the rows [begin, end), int64 [end - begin]."""
 
         def of_block(block: int) -> Tensor:
             labels = self._labels(block)

@@ -1,4 +1,4 @@
-"""Reading logits with their labels, or probabilities with theirs, from the formats that people keep them in."""
+"""Reads logits or probabilities with their labels from common file formats."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -42,29 +42,29 @@ def read_sets(
     ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, LogitSet]:
-    """Read every set of a file or of several files, whose rows follow each other.
+    """Read every set of a file, or of several files whose rows are concatenated.
 
     Logits [N, C, d1, ...] with labels [N, d1, ...] become rows [N d1 ..., C], in the order of the flattened labels.
 
     Args:
-        path: .npz, .npy, .pt, .pth, .safetensors, .zarr, .csv, .parquet or .feather. A folder, a pattern
-            (``"val-*.npz"``) or ``"@LIST"``, a text file with a name per line, stands for files of one format, in the
-            order of their names and numbers; a folder called ``.parquet`` for the files in it and below. All of them
-            may be URLs that fsspec opens: ``"s3://bucket/val.npz"``.
+        path: a file .npz, .npy, .pt, .pth, .safetensors, .zarr, .csv, .parquet or .feather. A folder, a pattern
+            (``"val-*.npz"``) or ``"@LIST"``, a text file with one name per line, stands for files of one format, in the
+            order of their names and numbers; a folder with the suffix ``.parquet`` for the files in it and below. URLs
+            that fsspec opens are permitted: ``"s3://bucket/val.npz"``.
         labels: the .npy files with the labels, for .npy files only.
         input_kind: ``"logits"`` or ``"probs"``. None: the name of the array (or of the .npy file) decides; other names
             mean logits, and rows that look like probabilities are then an error.
-        logits_key, labels_key: the names of the arrays; of tables, a pattern for the columns of the classes (``"p_*"``)
-            and the column of the labels.
+        logits_key, labels_key: the names of the arrays; for tables, a pattern for the columns of the classes
+            (``"p_*"``) and the column of the labels.
         ignore_index: label of ignored rows or pixels.
         storage_options: options of the fsspec file system of URLs: ``{"anon": True}``.
 
     Returns:
-        By prefix, ``""``, ``"val"`` or ``"test"``, at least one :class:`LogitSet`.
+        At least one :class:`LogitSet`, by prefix: ``""``, ``"val"`` or ``"test"``.
 
     Raises:
-        InputError: anything at all that is wrong with the files; a package that is missing for a URL or a format.
-        TypeError: ``storage_options`` are no dict with names as keys; ``ignore_index`` is no whole number.
+        InputError: any problem with the files; a missing package for a URL or a format.
+        TypeError: ``storage_options`` is not a dict with names as keys; ``ignore_index`` is not an integer.
 
     Example:
         >>> val, test = 4 * np.eye(2), 3 * np.eye(2)
@@ -166,7 +166,7 @@ def _sets_in(
     sets = {}
     for prefix, (kind, name, label_name) in find_sets(source, arrays, input_kind, logits_key, labels_key).items():
         values, targets = (
-            # Taken out of the arrays, so that one set at a time is in memory twice.
+            # Remove the arrays of the set from the dict, so that only one set at a time is in memory twice.
             one.whole() if isinstance(one, ArrayRows) else one
             for one in (arrays.pop(name), arrays.pop(label_name))
         )
@@ -181,7 +181,7 @@ def _kind_of_npy(source: str) -> InputKind | None:
 
 
 def labels_of_npy(source: str, labels: str | None = None) -> str:
-    """The file of the labels of a .npy file: the named one, or the one next to it."""
+    """The file of the labels of a .npy file: the given one, or the one beside it."""
     if labels is not None:
         check_file(labels, f"the labels of {source}")
         return labels

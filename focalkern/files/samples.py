@@ -1,4 +1,4 @@
-"""Samples of logits or probabilities with their labels, and the checks of their values; errors of files."""
+"""Samples of logits or probabilities with their labels, checks of their values, and errors of files."""
 
 import functools
 import math
@@ -32,12 +32,12 @@ __all__ = [
 KINDS: tuple[InputKind, ...] = ("logits", "probs")
 CLASSES = "[N, C] or [N, C, d1, ...] with C >= 2 classes"
 """The shape of logits, in errors."""
-_IGNORED = (-100, -1, 255)  # labels that data sets give to what has none
+_IGNORED = (-100, -1, 255)  # common labels of data sets for unlabelled samples
 
 
 @dataclass(frozen=True)
 class Hint:
-    """The remedy of an error. The command spells it as an option.
+    """The remedy of an error as an argument and its value. The command prints it as an option.
 
     Attributes:
         argument: the name of an argument.
@@ -57,15 +57,15 @@ class Hint:
 
 
 class InputError(Exception):
-    """A file or an argument cannot be used; the message is one line with its name, the expected and the found content.
+    """A file or an argument cannot be used. The message is one line with its name, the expected and the found content.
 
     Args:
-        source: the file, or the whole line where nothing else is given.
-        expected, found: in words.
-        hint: the arguments that solve it: one, several together, or alternatives with ``"or"`` between them.
+        source: the file; or the whole message if nothing else is given.
+        expected, found: descriptions.
+        hint: the arguments that solve the problem: one, several together, or alternatives separated by ``"or"``.
 
     Attributes:
-        hints: what ``hint`` was, as a tuple.
+        hints: the argument ``hint`` as a tuple.
 
     Example:
         >>> try:
@@ -86,14 +86,14 @@ class InputError(Exception):
         """The error as one line.
 
         Args:
-            spell: the text of a hint.
+            spell: function that returns the text of a hint.
             between: separator of hints.
 
         Returns:
             The expected and the found content, and the hints.
         """
         hints = between.join(spell(part) if isinstance(part, Hint) else f" {part} " for part in self.hints)
-        hints = hints.replace(f"{between} ", " ").replace(f" {between}", " ")  # words stand between two hints
+        hints = hints.replace(f"{between} ", " ").replace(f" {between}", " ")  # words separate two hints
         line = f"{self.words}; pass {hints}" if hints else self.words
         return line.replace("\r", r"\r").replace("\n", r"\n")  # which the names of files may have
 
@@ -101,10 +101,10 @@ class InputError(Exception):
         """The same error with the argument names of another reader.
 
         Args:
-            arguments: by the name in a hint, the other name: ``labels="test_labels"``.
+            arguments: for a name in a hint, the other name: ``labels="test_labels"``.
 
         Returns:
-            Another error.
+            The new error.
         """
         hints = [
             Hint(arguments.get(part.argument, part.argument), part.value) if isinstance(part, Hint) else part
@@ -130,7 +130,7 @@ class LogitSet:
         kind: ``"logits"`` or ``"probs"``.
         name: ``""``, ``"val"`` or ``"test"``, from the prefix of the arrays' names.
         source: the file, as the user wrote it.
-        part: a description of these rows of the file; empty for all rows.
+        part: description of the subset of the file; empty for all rows.
 
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3, dtype=np.float32), labels=np.arange(3))
@@ -153,21 +153,21 @@ class LogitSet:
 
     @property
     def n_classes(self) -> int:
-        """C, the columns of ``input``."""
+        """C, the number of columns of ``input``."""
         return self.input.shape[1]
 
     def rows(self, index: Tensor, part: str) -> "LogitSet":
-        """Some of the rows.
+        """A subset of the rows.
 
         Args:
-            index: int64 or bool, which ones, in which order.
-            part: their name in messages.
+            index: int64 indices in the wanted order, or a bool mask.
+            part: description of the subset for messages.
 
         Returns:
-            Another set of the same kind, name and source.
+            A new set of the same kind, name and source.
 
         Raises:
-            IndexError: a number that is no row.
+            IndexError: an index out of range.
         """
         return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
 
@@ -175,8 +175,8 @@ class LogitSet:
 def check_options(
     op: str, input_kind: Any, path: Any = "", storage_options: Any = None, ignore_index: Any = None, **names: Any
 ) -> str:
-    """Raises unless the kind is known, the storage options are a dict, the label to ignore is a whole number or None,
-    and the names are text or None; returns the path as text.
+    """Raises unless the kind is known, the storage options are a dict, the ignored label is an integer or None, and the
+    names are strings or None; returns the path as a string.
 
     A ``NamedFiles``, from a pattern that the shell expanded, is returned unchanged.
     """
@@ -222,7 +222,7 @@ def checked_set(
     """The rows of logits [N, C] or [N, C, d1, ...] with labels [N] or [N, d1, ...] that are not ``ignore_index``.
 
     Raises:
-        InputError: shapes, dtypes or values that cannot be used; of values it names the first.
+        InputError: shapes, dtypes or values that cannot be used; the error names the first such value.
     """
     input = as_tensor(source, input_name, values)
     if not isinstance(labels, Tensor):
@@ -240,7 +240,7 @@ def checked_set(
     misfit = label_misfit(input.shape, target.shape, f"{input_name} {list(input.shape)}")
     if misfit:
         raise InputError(f"{source}: {label_name}: {misfit}")
-    # A comparison with uint64 is not defined for every value; class numbers fit into int64 or are wrong anyway.
+    # torch cannot compare all uint64 values. Valid class numbers fit into int64.
     target = target.to(torch.int64)
     rows, counted = rows_that_count(input, target, ignore_index)
     if len(rows) == 0:
@@ -260,12 +260,12 @@ def label_numbers(
     names: Sequence[str] | None = None,
     first: int = 0,
 ) -> np.ndarray[Any, Any]:
-    """Labels as class numbers, from class numbers (also floats and their text) or names.
+    """Labels as class indices, from class numbers (also floats and text of numbers) or names.
 
     Args:
-        names: names of the classes, if they have any. Without them names are the classes in alphabetical order, as
-            scikit-learn has it, and all of them must occur.
-        first: the number that class 0 is called.
+        names: names of the classes, or None. Without names, text labels are the classes in alphabetical order, as in
+            scikit-learn, and all classes must occur.
+        first: the number of class 0 in the labels.
     """
     if labels.ndim != 1 or labels.dtype.kind not in "OUSfiu":
         return labels
@@ -284,7 +284,7 @@ def label_numbers(
         except ValueError:
             return _named_labels(source, label_name, text, n_classes, names)
     if numbers.dtype.kind == "f":
-        # Comparing objects that are not numbers gives False.
+        # Objects that are not numbers compare as False.
         odd_rows = ~((numbers == np.floor(numbers)) & (np.abs(numbers) < 2**53))
         if odd_rows.any():
             row = int(odd_rows.argmax())
@@ -292,7 +292,7 @@ def label_numbers(
                 f"{source}: {label_name}: expected class numbers or names, found {labels[row]} in row {row}"
             )
     if numbers.dtype == np.uint64:
-        numbers = np.minimum(numbers, 2**62)  # class numbers fit into int64 or are wrong anyway
+        numbers = np.minimum(numbers, 2**62)  # valid class numbers fit into int64
     numbers = numbers.astype(np.int64)
     if first:
         odd_rows = (numbers < first) | (numbers >= first + n_classes)
@@ -338,7 +338,7 @@ def check_rows(
 ) -> None:
     """Raises InputError for the first row that cannot be used.
 
-    ``first_row`` is its number in the file, and ``place`` puts a number in the file into words.
+    ``first_row`` is the index of the first row in the file, and ``place`` describes an index in words.
     """
 
     def refuse(name: str, refused: Tensor, expected: str, describe: Any, hint: Sequence[Hint] = ()) -> None:
@@ -357,7 +357,7 @@ def check_rows(
             expected = f"class numbers from 0 to {input.shape[1] - 1}"
             refuse(label_name, refused, expected, lambda row: f"{int(labels[row])}", hint)
     if kind == "logits":
-        # -inf is a class that is ruled out; a row needs one that is not. The maximum of a row with NaN is NaN.
+        # -inf is an impossible class; a row needs a possible one. The maximum of a row with NaN is NaN.
         refused = ~(input.amax(1).abs() < math.inf)
         expected = "finite logits, or -inf for some of a row"
     else:
@@ -385,7 +385,7 @@ def as_tensor(source: str, name: str, values: Any) -> Tensor:
         return values.detach()
     try:
         array = np.ascontiguousarray(values)
-        # torch has no other byte order than the machine's.
+        # torch supports only the machine's byte order.
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable))
     except TypeError as error:
         raise InputError(f"{source}: {name}: expected an array of numbers, found {np.asarray(values).dtype}") from error

@@ -1,4 +1,4 @@
-"""Reading logits with their labels a few rows at a time, from one large file or from many."""
+"""Reads logits with their labels a few rows at a time, from one large file or from many files."""
 
 import math
 import os
@@ -39,7 +39,7 @@ __all__ = [
 # Formats that are read a few rows at a time.
 STREAMED = (".npy", *BY_NAME)
 
-# Number of rows that tell probabilities from logits.
+# Number of rows that are checked to distinguish probabilities from logits.
 LOOK = 1024
 
 
@@ -49,9 +49,9 @@ class Shard:
 
     Attributes:
         input: [N, C] logits or probabilities; without labels also [N, C, d1, ...].
-        labels: [N] class numbers, of the same file or of another; None for rows without labels.
+        labels: [N] class indices, from the same file or another; None for rows without labels.
         kind: ``"logits"`` or ``"probs"``.
-        place: puts the number of a row into words, for errors.
+        place: describes the index of a row in words, for errors.
         ignored: label of ignored rows.
     """
 
@@ -68,17 +68,16 @@ class Shard:
 
     @property
     def rows(self) -> int:
-        """N."""
+        """N, the number of rows."""
         return self.input.shape[0]
 
     @property
     def n_classes(self) -> int:
-        """C."""
+        """C, the number of classes."""
         return self.input.shape[1]
 
     def read(self, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """The rows [begin, end), or the pixels of these images, and their labels in int64, checked; in memory, and
-        nothing else of the file."""
+        """The checked rows [begin, end), or the pixels of these images, and their int64 labels; only these are read."""
         input = flat_rows(self.input.rows(begin, end))
         target = None if self.labels is None else self.labels.rows(begin, end).to(torch.int64)
         label_name = "" if self.labels is None else self.labels.name
@@ -87,7 +86,8 @@ class Shard:
         return input, target
 
     def stamp(self) -> list[Any]:
-        """A fingerprint of the files: path, size and time, without reading them; of URLs and folders a fingerprint."""
+        """A fingerprint of the files: path, size and time of local files, which are not read; :func:`fingerprint` of
+        URLs and folders."""
         names = (self.source, *(() if self.labels is None else (self.labels.source,)))
         ignored = [] if self.ignored is None else [self.ignored]
         return [*ignored, *(part for name in dict.fromkeys(names) for part in _stamp(name))]
@@ -117,7 +117,7 @@ class ShardedRows:
         return self.shards[0].n_classes
 
     def batches(self, begin: int, end: int, rows_at_once: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(number of the first row, input, labels) of the rows [begin, end), by at most ``rows_at_once``."""
+        """Batches (index of the first row, input, labels) of the rows [begin, end), of at most ``rows_at_once``."""
         first = 0
         for shard in self.shards:
             low, high = max(begin, first) - first, min(end, first + shard.rows) - first
@@ -138,11 +138,11 @@ def open_shards(
     ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, ShardedRows]:
-    """The sets of a file or of several files, by prefix as ``read_sets``. Shapes are read, and a few rows; with
+    """The sets of one or several files by prefix, as in ``read_sets``. Only shapes and a few rows are read; with
     ``ignore_index`` all labels, to count the rows.
 
     Raises:
-        InputError: anything at all that is wrong with names and shapes.
+        InputError: any problem with names or shapes.
     """
     keys = {"logits_key": logits_key, "labels_key": labels_key}
     path = check_options("open_shards", input_kind, path, storage_options, ignore_index, **keys)
@@ -207,7 +207,7 @@ def _npy_shards(
         if len(label_names) != len(names):
             raise InputError(f"{labels}: expected as many files as {path} has, {len(names)}, found {len(label_names)}")
     else:
-        # A pattern may match the labels too.
+        # A pattern may also match files of labels.
         derived = {name: _labels_of(name) for name in names}
         names = [name for name in names if name not in derived.values()]
         label_names = [derived[name] for name in names]
@@ -226,13 +226,13 @@ def _npy_shards(
 
 
 def _kind_of(name: str) -> InputKind | None:
-    """The kind that the name of a file states: logits.npy, val_logits.npy, val_logits-003.npy."""
+    """The kind of input by the name of the file: logits.npy, val_logits.npy, val_logits-003.npy."""
     words = re.split(r"[^a-zA-Z]+", name_of(name).stem)
     return next((kind for kind in KINDS if kind in words), None)
 
 
 def _labels_of(name: str) -> str:
-    """val_logits-003.npy: val_labels-003.npy. val-003.npy: val_labels-003.npy."""
+    """The name of the file of labels: val_labels-003.npy for val_logits-003.npy and for val-003.npy."""
     path = name_of(name)
     kind = _kind_of(name)
     if kind is not None:
@@ -269,7 +269,7 @@ def _shards_by_name(
 def _shard(
     where: str, input: ArrayRows, label_where: str, labels: ArrayRows, kind: InputKind, ignore_index: int | None
 ) -> Shard:
-    """The shard of two arrays, whose places in errors are ``where`` and ``label_where``."""
+    """The shard of two arrays, which errors call ``where`` and ``label_where``."""
     if input.numbers != "float":
         raise InputError(f"{where}: expected floating point, found {input.dtype}")
     if len(input.shape) < 2 or input.shape[1] < 2:

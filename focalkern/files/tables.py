@@ -1,4 +1,4 @@
-"""Tables with a column per class and one of labels: text, parquet, feather, and frames of pandas or polars."""
+"""Tables with a column per class and a column of labels: text, parquet, feather, and frames of pandas or polars."""
 
 import re
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ __all__ = ["OtherColumns", "from_frame", "read_arrow", "read_csv", "read_unlabel
 
 _LABEL_COLUMNS = ("label", "labels", "target")
 
-# Rows from which a column that counts them, or holds whole numbers among others that do not, is no coincidence.
+# Least number of rows for the checks of columns: with fewer, a column of row numbers or integers may be a coincidence.
 _ENOUGH = 20
 
-_NO_LABEL = -(2**63)  # of a row that is left out
+_NO_LABEL = -(2**63)  # label of a row that is left out
 
 
 def from_frame(
@@ -45,23 +45,24 @@ def from_frame(
     """The rows of a frame of pandas or polars, with the same checks as a .csv file.
 
     Args:
-        frame: a column per class and one of labels. Columns that are numbers, or share a prefix and end in a number,
-            are the classes in the order of the numbers; other names, in the order of the frame.
-        logits_key: which columns are the classes, with ``*`` and ``?``: ``"p_*"``. By default all columns except the
-            labels; a column that is no class (an index, an id, a prediction) is then an error.
-        labels_key: the column of the labels; ``label``, ``labels`` or ``target`` by default. Labels are class numbers,
-            also as floats, or the names of the columns; any other names are the classes in alphabetical order, and all
-            of them must occur.
-        input_kind: ``"logits"`` or ``"probs"``; by default from the prefix of the columns, or else logits.
+        frame: a column per class and a column of labels. Columns whose names are numbers, or share a prefix and end in
+            a number, are the classes in the order of the numbers; other columns, in the order of the frame.
+        logits_key: a pattern with ``*`` and ``?`` for the columns of the classes: ``"p_*"``. None is all columns except
+            the labels; a column that is not a class (an index, an id, a prediction) is then an error.
+        labels_key: the column of the labels; None is ``label``, ``labels`` or ``target``. Labels are class numbers,
+        also
+            as floats, or the names of the columns. Any other names are the classes in alphabetical order, and all
+            classes must occur.
+        input_kind: ``"logits"`` or ``"probs"``; None infers it from the prefix of the columns, else logits.
         ignore_index: label of ignored rows.
-        source: what the frame is called in errors.
+        source: name of the frame in errors.
 
     Returns:
         A :class:`LogitSet`.
 
     Raises:
-        InputError: columns that cannot be told apart, labels that are no classes, values that are no numbers.
-        TypeError: ``source`` is no text.
+        InputError: columns that cannot be identified, labels that are not classes, values that are not numbers.
+        TypeError: ``source`` is not a string.
 
     Example:
         >>> import pandas
@@ -108,9 +109,9 @@ def read_arrow(
     input_kind: InputKind | None,
     ignore_index: int | None = None,
 ) -> dict[str, Any] | LogitSet:
-    """The one set of a table with a column per class; or, where a column holds lists, all columns as arrays by name.
+    """The set of a table with a column per class; if a column holds lists, all columns as arrays by name.
 
-    The rows of several files follow each other.
+    The rows of several files are concatenated.
     """
     frame = arrow_table(source, files)
     import pyarrow
@@ -128,12 +129,12 @@ def read_arrow(
 
 @dataclass(frozen=True)
 class OtherColumns:
-    """A table without the columns of its classes.
+    """The columns of a table other than its classes.
 
     Attributes:
-        classes: the names of the classes, without ``logit_`` or ``prob_`` in front.
-        before, after: names and values of the columns in front of the first class, and of the others: text of a .csv,
-            columns of pyarrow.
+        classes: the names of the classes, without the prefix ``logit_`` or ``prob_``.
+        before, after: names and values of the columns before the first class, and of all others: text for a .csv file,
+            else columns of pyarrow.
     """
 
     classes: tuple[str, ...] = ()
@@ -188,13 +189,13 @@ def _class_names(classes: ClassColumns) -> list[str]:
 
 
 def _kind_of_columns(classes: ClassColumns) -> InputKind | None:
-    """The kind that the prefix of numbered columns, or the names of all others, state."""
+    """The kind of input by the prefix of numbered columns, or by the names of all columns."""
     said = {kind_from_name(name) for name in ([classes.prefix] if classes.numbers is not None else classes.names)}
     return said.pop() if len(said) == 1 else None
 
 
 def arrow_table(source: str, files: Sequence[str]) -> Any:
-    """The table of .parquet or .feather files, whose rows follow each other."""
+    """The table of .parquet or .feather files, with concatenated rows."""
     try:
         import pyarrow
     except ImportError as error:
@@ -215,11 +216,11 @@ def _arrow_table(source: str) -> Any:
     try:
         with open_file(source) as stream:
             table = (parquet.read_table if suffix_of(source) == ".parquet" else feather.read_table)(stream)
-        table.validate(full=True)  # of text that is no UTF-8 it would say so only when it is asked for it
+        table.validate(full=True)  # otherwise text that is not UTF-8 raises only when it is accessed
         return table.rename_columns(table.column_names)
     except InputError:
         raise
-    except Exception as error:  # of damaged bytes it raises errors of many kinds
+    except Exception as error:  # pyarrow raises errors of many kinds for damaged bytes
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise InputError(f"{source}: expected a table of Arrow, found a damaged file, or another ({reason})") from error
 
@@ -274,14 +275,14 @@ class _Table:
         self.classes = ClassColumns([others[place] for place in found.places], found.names, found.numbers, found.prefix)
 
     def _hint(self, names: Sequence[str]) -> tuple[Hint, Hint]:
-        """The columns of the classes."""
+        """The hint that names the columns of the classes."""
         numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
         prefix = max(numbered, key=numbered.count, default="")
         pattern = f"{prefix}*" if prefix else "[0-9]*" if numbered else "PATTERN"
         return Hint("logits_key", f"'{pattern}'"), Hint("labels_key", self.label_name)
 
     def check_values(self, columns: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Named columns may hold something else than their neighbours: an index, or predicted classes."""
+        """Raises if a named column holds an index or predicted classes, unlike the other columns."""
         if self.classes.numbers is not None or len(columns[0]) < _ENOUGH:
             return
         whole = [bool((column == np.floor(column)).all()) for column in columns]
@@ -321,7 +322,7 @@ def _set(
     every, labels = np.full(len(labels), _NO_LABEL), labels[kept]
     names = None if classes.numbers is not None else classes.names
     if names is not None and labels.dtype.kind in "OUS" and not set(map(str, labels.tolist())) <= set(names):
-        names = _class_names(classes)  # cat, of the column prob_cat
+        names = _class_names(classes)  # cat for the column prob_cat
     if names is None and labels.dtype.kind in "OUS" and set(map(str, labels.tolist())) <= set(classes.names):
         names = classes.names  # p_3 as a label
     first = 0 if classes.numbers is None else classes.numbers[0]
@@ -332,7 +333,7 @@ def _set(
 
 
 def _is_number(label: Any, number: int | None) -> bool:
-    """Whether a label, a number or text, is this number."""
+    """Whether a label, given as a number or text, equals this number."""
     try:
         return number is not None and parsed_float(str(label)) == number
     except ValueError:

@@ -13,7 +13,7 @@ __all__ = ["Url", "contents", "exists", "fingerprint", "inside", "is_url", "matc
 
 # s3://bucket/key, and chains of fsspec such as simplecache::s3://bucket/key
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::.*://)")
-# Metadata by which file systems identify a version of a file without reading it.
+# Metadata that identify a version of a file without reading it.
 _TAGS = ("ETag", "etag", "md5Hash", "blob_id")
 _AT_ONCE = 1 << 26
 
@@ -22,7 +22,7 @@ class Url(str):
     """A URL, as the user wrote it.
 
     Attributes:
-        options: for the file system of fsspec: credentials, the address of a server.
+        options: options of the fsspec file system, such as credentials or the address of a server.
     """
 
     options: Mapping[str, Any]
@@ -58,7 +58,7 @@ def part(url: Url, begin: int, end: int) -> bytes:
 
 
 def size(url: Url) -> int | None:
-    """Bytes of a file; None where the server does not say."""
+    """The size of a file in bytes; None if the server does not report it."""
     system, path = _opened(url)
     with _reading(url):
         found = system.size(path)
@@ -88,7 +88,7 @@ def inside(url: Url) -> list[Url] | None:
 
 
 def fingerprint(url: Url) -> str:
-    """A fingerprint that changes with the content of a file: the tag of the server, or else a digest of the bytes."""
+    """A fingerprint that changes with the content of a file: the server's tag, or a digest of the bytes."""
     system, path = _opened(url)
     with _reading(url):
         system.invalidate_cache()
@@ -114,11 +114,11 @@ def _opened(url: Url) -> tuple[Any, str]:
     try:
         system, path = url_to_fs(str(url), **url.options)
     except ImportError as error:
-        # fsspec's own error says how to install it, in words that differ; its cause names the module.
+        # The text of fsspec's error varies; its cause names the missing module.
         name = getattr(error.__cause__, "name", None) or error.name or str(error)
         package = name.partition(".")[0]
         raise InputError(f"{url}: {package} is needed to read it: pip install {package}") from None
-    except Exception as error:  # an unknown protocol, options that its file system does not have
+    except Exception as error:  # an unknown protocol, or options that the file system rejects
         raise InputError(f"{url}: expected a URL that fsspec can open, found: {_line(error)}") from None
     return system, str(path)
 
@@ -131,7 +131,7 @@ def _reading(url: Url) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise InputError(f"{url}: expected a file, found nothing there") from None
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # each file system raises its own errors
         raise InputError(f"{url}: expected a file that can be read, found: {_line(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""The slopes, intercepts and matrix of a spline scaling as tables of the report."""
+"""Tables of the report with the slopes, intercepts and matrix of a spline scaling."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _MOST_PAIRS = 10
 
 
 def class_tables(calibrator: Any) -> list[html.Table]:
-    """v and b of each class, and the largest D_jk of pairs; empty for a calibrator without them."""
+    """Tables of v and b of each class, and of the largest D_jk; empty for a calibrator without them."""
     if not isinstance(calibrator, SplineScaling) or calibrator.weight_ is None or calibrator.bias_ is None:
         return []
     weight, bias = calibrator.weight_, calibrator.bias_

@@ -25,13 +25,13 @@ from focalkern.study.scores import cell_sums, reliability
 __all__ = ["CRITERIA", "Cells", "cells_on", "make_explorer", "subsampled_grid"]
 
 CRITERIA = ("ece", "nll", "brier")
-# Bounds of the map: numbers to calibrate (samples times classes times cells), for a few seconds, or a sixteenth
-# of the cells of the search if that is more; and bytes of the page.
+# Bounds of the map: the number of calibrated probabilities (samples times classes times cells), which takes a few
+# seconds, or a sixteenth of the cells of the search if that is more; and the bytes of the page.
 _NUMBERS = 5_000_000_000
 _SHARE_OF_SEARCH = 16
 _BYTES = 1_400_000
 _CURVE_POINTS = 100
-_PER_CELL, _PER_BIN = 42, 10  # at most, as the page keeps them
+_PER_CELL, _PER_BIN = 42, 10  # bytes in the page, at most
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Cells:
 
     Attributes:
         gammas, temperatures: [G] and [T] float64, ascending.
-        count, correct: [G, T, M] int64, samples in every bin of equal width, and how many of them are correct.
-        confidence: [G, T, M] float64, the sum of their confidences.
+        count, correct: [G, T, M] int64, number of samples in every bin of equal width, and of correct ones.
+        confidence: [G, T, M] float64, the sum of the confidences in the bin.
         tables: [G, T] float64 each, by criterion: ece (of these bins), nll and brier.
         n_samples: N.
         stride: the map has every ``stride``-th temperature of the search, and those of the results.
@@ -57,7 +57,7 @@ class Cells:
     stride: int
 
     def place(self, gamma: float | None, temperature: float | None) -> tuple[int, int] | None:
-        """Row and column of a cell; None where the map does not have it."""
+        """Row and column of a cell; None if the map does not have the cell."""
         if gamma is None or temperature is None:
             return None
         row, column = (self.gammas == gamma).nonzero(), (self.temperatures == temperature).nonzero()
@@ -69,8 +69,8 @@ def subsampled_grid(
 ) -> tuple[Tensor, Tensor, int]:
     """Gammas and temperatures of the map, ascending, and the stride of the temperatures.
 
-    The map has all temperatures of the search if that costs seconds and less than 3 MB; otherwise every ``stride``-th
-    one. It always has those of ``kept``.
+    The map has all temperatures of the search if that takes only seconds and less than 1.4 MB of the page;
+    otherwise every ``stride``-th one. It always has the temperatures of ``kept``.
     """
     gammas, temperatures = grid.gammas.cpu().double().unique(), grid.temperatures.cpu().double().unique()
     searched = len(gammas) * len(temperatures)
@@ -78,7 +78,7 @@ def subsampled_grid(
     most = min(most, _BYTES // (_PER_CELL + _PER_BIN * n_bins))
     stride = max(1, -(-searched // max(1, most)))
     wanted = torch.zeros(len(temperatures), dtype=torch.bool)
-    wanted[stride // 2 :: stride] = True  # from the middle: neither border is more interesting
+    wanted[stride // 2 :: stride] = True  # centred, so that both ends are treated alike
     wanted |= torch.isin(temperatures, torch.tensor(kept, dtype=torch.float64))
     return gammas, temperatures[wanted], stride
 
@@ -105,13 +105,13 @@ _SCORES = {**LOSS_NAMES, "ece": "ECE (equal_width)"}
 
 @dataclass(frozen=True)
 class LearnedCurve:
-    """The learned curve of a spline scaling for two classes, and how far the focal maps are from it.
+    """The learned curve of a spline scaling for two classes, and its differences from the focal maps.
 
     Both map the same logits z of two classes: the curve maps sigmoid(z / T0), T0 the temperature of the spline, and the
     focal map of gamma and T maps sigmoid(z / T).
 
     Attributes:
-        shown: confidences, what becomes of them, and the band.
+        shown: confidences before and after the curve, and the band.
         temperature: T0.
     """
 
@@ -119,7 +119,7 @@ class LearnedCurve:
     temperature: float
 
     def differences(self, gammas: Tensor, temperatures: Tensor) -> Tensor:
-        """[G, T] the largest difference of each focal map from the curve, as a fraction."""
+        """The largest difference of each focal map from the curve, [G, T], as a fraction."""
         logits = torch.from_numpy(self.shown.confidence).logit() * self.temperature
         learned = torch.from_numpy(self.shown.calibrated)
         found = [
@@ -130,7 +130,7 @@ class LearnedCurve:
 
 
 def learned_curve(comparison: JudgedComparison) -> LearnedCurve | None:
-    """The curve of the chosen calibrator; None unless that is a spline scaling."""
+    """The curve of the chosen calibrator; None if that is not a spline scaling."""
     calibrator = None if comparison.chosen is None else comparison.chosen.calibrator
     if not isinstance(calibrator, SplineScaling):
         return None
@@ -138,7 +138,7 @@ def learned_curve(comparison: JudgedComparison) -> LearnedCurve | None:
 
 
 def describe_nearest(curve: LearnedCurve, cells: Cells) -> str:
-    """One sentence: the focal map of the grid that comes nearest to the curve."""
+    """One sentence on the focal map of the grid that is nearest to the curve."""
     differences = curve.differences(cells.gammas, cells.temperatures)
     row, column = divmod(int(differences.argmin()), len(cells.temperatures))
     gamma, temperature = float(cells.gammas[row]), float(cells.temperatures[column])
@@ -173,7 +173,7 @@ def make_explorer(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
 
 
 def payload(comparison: JudgedComparison, cells: Cells, curve: LearnedCurve | None) -> dict[str, Any]:
-    """The data of ``explorer.js``. Counts are exact; the mean confidence of a bin is known to 2^-17 of its width."""
+    """The data of ``explorer.js``. Counts are exact; the mean confidence of a bin is rounded to 2^-17 of its width."""
     wide = cells.n_samples > np.iinfo(np.uint16).max
     counts = np.uint32 if wide else np.uint16
     n_bins = comparison.grid.n_bins
@@ -216,7 +216,7 @@ def payload(comparison: JudgedComparison, cells: Cells, curve: LearnedCurve | No
 
 
 def _maps(comparison: JudgedComparison, cells: Cells) -> list[dict[str, Any]]:
-    """Colours of the scores on the test samples and, if there are other validation samples, of the grid on those."""
+    """Colours of the scores on the test samples and, if the validation samples differ, of the grid on these."""
     reported = _describe_rows(comparison)
     found = []
     for name in ("nll", "brier", "ece"):
@@ -265,7 +265,7 @@ def _colours(table: Tensor, criterion: str) -> dict[str, Any]:
 
 
 def _bins(bins: metrics.ReliabilityBins) -> list[tuple[int, int, float]]:
-    """Samples, correct samples and mean confidence of every bin."""
+    """Number of samples, number of correct samples and mean confidence of every bin."""
     counts = bins.count.tolist()
     return [
         (count, round(accuracy * count), confidence) if count else (0, 0, 0.0)

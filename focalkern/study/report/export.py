@@ -15,7 +15,7 @@ __all__ = ["evidence", "finite_or_none", "to_csv", "to_json", "to_records"]
 
 
 def to_json(comparison: JudgedComparison, *, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The content of ``report.json``. An infinite score is null; the remarks say why."""
+    """The content of ``report.json``. An infinite score is null; the remarks give the reason."""
     intervals = comparison.intervals
 
     def row(index: int, result: CalibratorResult) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def to_json(comparison: JudgedComparison, *, more: dict[str, Any] | None = None)
 
 
 def _accept_to_json(comparison: JudgedComparison) -> dict[str, Any]:
-    """Empty if it was not requested; a threshold that no row reaches is None."""
+    """The accept threshold; empty if it was not requested. A threshold that no row reaches is None."""
     if comparison.accept is None:
         return {}
     return {"accept": finite_or_none(vars(comparison.accept))}
 
 
 def evidence(comparison: JudgedComparison) -> dict[str, Any]:
-    """The evidence in the file of a saved calibrator: data, date, cross-validation, verdict, table with intervals."""
+    """The evidence for the file of a saved calibrator: data, date, cross-validation, verdict, table with intervals."""
     intervals = comparison.intervals
     cross_validation = _cross_validation_to_json(comparison) or {}
     return {
@@ -201,7 +201,7 @@ def _floors_to_json(intervals: Intervals, index: int, result: CalibratorResult) 
 
 
 def finite_or_none(values: dict[str, float] | None) -> dict[str, float | None] | None:
-    """The values, with None for infinity and NaN, which JSON lacks."""
+    """The values, with None for infinity and NaN, which JSON cannot express."""
     if values is None:
         return None
     return {key: value if math.isfinite(value) else None for key, value in values.items()}

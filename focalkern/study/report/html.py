@@ -1,7 +1,7 @@
-"""Pages of HTML that need nothing but themselves: the Jinja environment, its filters, and tables.
+"""Self-contained HTML pages: the Jinja environment, its filters, and tables.
 
-The templates have the content of a page and escape all text; ``report.css`` has its style, and ``explorer.js`` its
-interactive parts."""
+The templates have the content of a page and escape all text; ``report.css`` is its style sheet, and ``explorer.js``
+its script."""
 
 import base64
 import functools
@@ -22,10 +22,10 @@ class Table(NamedTuple):
 
     Attributes:
         head: headings of the columns.
-        rows: cells of text; the first one names the row, and the second line of a cell is set small.
-        caption: nothing for none.
-        marked: index of the row that stands out.
-        text: whether the cells are words: aligned left, and signs are left as they are.
+        rows: cells of text. The first cell names the row; the second line of a cell is small.
+        caption: text of the caption; empty for none.
+        marked: index of the highlighted row.
+        text: whether the cells are words: then they are aligned left, and signs are not replaced.
     """
 
     head: Sequence[str]
@@ -36,9 +36,9 @@ class Table(NamedTuple):
 
 
 def render_page(template: str, **values: Any) -> bytes:
-    """A page from a template, in UTF-8."""
+    """The page of a template, in UTF-8."""
     text = _environment().get_template(template).render(version=__version__, torch_version=torch.__version__, **values)
-    # A file name may contain bytes that are invalid in every encoding (Python keeps them as lone surrogates).
+    # A file name may contain bytes that are not UTF-8 (Python represents them as lone surrogates).
     return str(text).encode("utf-8", errors="replace")
 
 
@@ -58,14 +58,14 @@ def _environment() -> Any:
     from markupsafe import Markup, escape
 
     def breakable(name: str) -> Markup:
-        """A name in snake case may break after an underscore."""
+        """A name in snake case, which HTML may break after an underscore."""
         return Markup(str(escape(name)).replace("_", "_<wbr>"))
 
     def data_uri(png: bytes) -> str:
         return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
     def script_json(text: str) -> Markup:
-        """JSON inside a script element, which nothing in it may end."""
+        """JSON for a script element; no text in it can end the element."""
         return Markup(text.replace("<", "\\u003c"))
 
     environment = jinja2.Environment(

@@ -41,12 +41,12 @@ def write_report(
 
     Args:
         comparison: the result of :func:`run_study`.
-        folder: created if it is missing; files of the same names are replaced when all new ones are complete.
+        folder: created if missing; files of the same names are replaced when all new ones are complete.
         document: the content of ``report.json``.
         title: heading of the page.
-        cells: the result of :func:`cells_of`, which several processes must call together; None calls it here.
-        saved: the calibrator, if a file has it; otherwise ``calibrator.json`` is one of the files.
-        commands: shell commands for the box under the verdict, which use the calibrator.
+        cells: the result of :func:`cells_of`, which several processes must call together; None calls it.
+        saved: the file of the calibrator, if it is already saved; otherwise ``calibrator.json`` is one of the files.
+        commands: shell commands that use the calibrator, for the box under the verdict.
 
     Returns:
         The files, in the order in which they were written; the page is ``report.html``.
@@ -72,7 +72,7 @@ def write_report(
 
 
 def python_lines(saved: str | os.PathLike[str]) -> list[str]:
-    """Three lines of Python: the saved calibrator gives probabilities."""
+    """Three lines of Python that apply the saved calibrator."""
     return [
         "import focalkern as fk",
         f"calibrator = fk.load_calibrator({json.dumps(str(saved))})",
@@ -81,7 +81,7 @@ def python_lines(saved: str | os.PathLike[str]) -> list[str]:
 
 
 def cells_of(comparison: JudgedComparison) -> Cells:
-    """Scores and bins of every cell of the map, on the test samples. All processes that share them must call this."""
+    """Scores and bins of every cell of the map, on the test samples. All processes that share them must call it."""
     kept = [one.temperature for one in comparison.results if one.temperature is not None]
     n_bins = comparison.grid.n_bins
     gammas, temperatures, stride = subsampled_grid(comparison.grid, comparison.test, n_bins, kept)
@@ -133,7 +133,7 @@ def make_page(
 
 
 def _score_table(comparison: JudgedComparison, attribute: str, caption: str, names: Sequence[str]) -> html.Table:
-    """The results, with the scores ``names`` on the samples ``attribute``."""
+    """The table of the results with the scores ``names`` on the samples ``attribute``."""
     intervals = comparison.intervals if attribute == "test" else None
     rows = table_cells(comparison.results, intervals, attribute, plus_minus="\u00b1", names=names)
     body = [cells for _, cells in rows]
@@ -148,14 +148,14 @@ def _heading(name: str) -> str:
 
 
 def _curve(comparison: JudgedComparison, images: dict[str, bytes]) -> str:
-    """The sentence that reads the curve of a spline scaling; empty without one."""
+    """The sentence that describes the curve of a spline scaling; empty for other calibrators."""
     if comparison.chosen is None or "calibration_curve.png" not in images:
         return ""
     return describe_curve(comparison.chosen.calibrator)
 
 
 def _maps(comparison: JudgedComparison, images: dict[str, bytes]) -> list[tuple[str, bytes]]:
-    """The maps of the grid, with their criteria in words."""
+    """The maps of the grid with the names of their criteria."""
     grid = comparison.grid
     words = {"ece": f"ECE ({grid.estimator}, {grid.n_bins} bins)", **LOSS_NAMES}
     return [(words[name], images[f"grid_{name}.png"]) for name in grid.tables if f"grid_{name}.png" in images]
@@ -164,7 +164,7 @@ def _maps(comparison: JudgedComparison, images: dict[str, bytes]) -> list[tuple[
 def _difference_table(comparison: JudgedComparison, intervals: Intervals, names: Sequence[str]) -> html.Table:
     shown = {name: _heading(name) for name in names}
     if all(result.is_scaling for result in comparison.results):
-        del shown["accuracy"]  # all the same
+        del shown["accuracy"]  # scalings do not change the accuracy
     rows = []
     for index, result in enumerate(comparison.results):
         other = intervals.baseline[index]
@@ -200,7 +200,7 @@ def _bin_table(name: str, bins: metrics.ReliabilityBins) -> html.Table:
             cells += [
                 f"{confidence:.4f}",
                 f"{accuracy:.4f}",
-                # If all samples are right or all are wrong, every resample agrees, and the interval is a point.
+                # If all samples of a bin are correct, or all wrong, the interval is a point and is not shown.
                 f"{float(bands.lower[index]):.4f}\u00a0\u2013\u00a0{float(bands.upper[index]):.4f}"
                 if 0 < accuracy < 1
                 else "",
@@ -256,13 +256,13 @@ def _data_table(comparison: JudgedComparison) -> html.Table:
 
 
 def bins_before_and_after(comparison: JudgedComparison) -> dict[str, metrics.ReliabilityBins]:
-    """Reliability bins on the test samples before and after calibration, by the names of the results."""
+    """Reliability bins on the test samples before and after calibration, by the name of the result."""
     shown = [comparison.results[0], *([comparison.chosen] if comparison.chosen is not None else [])]
     return {result.short_label: _bins(comparison, result) for result in shown}
 
 
 def draw_all(comparison: JudgedComparison, bins: dict[str, metrics.ReliabilityBins]) -> dict[str, bytes]:
-    """PNG pictures by the names of their files; ``bins`` are those of :func:`bins_before_and_after`."""
+    """PNG pictures by file name; ``bins`` are those of :func:`bins_before_and_after`."""
     from focalkern import plots  # needs matplotlib, an extra
 
     images: dict[str, bytes] = {}
@@ -292,5 +292,5 @@ def draw_all(comparison: JudgedComparison, bins: dict[str, metrics.ReliabilityBi
 
 
 def _bins(comparison: JudgedComparison, result: CalibratorResult) -> metrics.ReliabilityBins:
-    """With the estimator of the report; of equal width if there are too many samples to keep."""
+    """Reliability bins by the estimator of the report; of equal width for too many samples."""
     return reliability(comparison.test, result.calibrator, comparison.grid.n_bins, comparison.estimator)

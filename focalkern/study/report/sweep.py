@@ -20,8 +20,8 @@ from focalkern.study.report import html
 __all__ = ["METHODS", "SCORES", "Sweep", "names_of"]
 
 METHODS = ("auto", "none", "temperature", "focal", "temperature, ECE", "focal, ECE")
-"""The columns of the tables: what the cross-validation chooses; no calibration; both scalings by the proper loss; the
-paper's, by the ECE from its grid."""
+"""The columns of the tables: the choice of the cross-validation; no calibration; both scalings by the proper loss; both
+scalings by the ECE on the paper's grid."""
 
 SCORES = {**LOSS_NAMES, "ece_equal_width": "ECE (equal_width)"}
 
@@ -39,7 +39,7 @@ _COLUMNS = [
 
 
 def names_of(paths: Iterable[str]) -> dict[str, str]:
-    """Path -> file name without folder and suffix, with a digest of the path if several names are equal."""
+    """A name for each path: the file name without folder and suffix, with a digest of the path if names are equal."""
     stems = {path: Path(path).stem for path in paths}
     count = Counter(stems.values())
     return {path: stem if count[stem] == 1 else f"{stem}-{_digest(path)}" for path, stem in stems.items()}
@@ -54,12 +54,12 @@ class Sweep:
     """The result of :func:`focalkern.sweep`.
 
     Attributes:
-        networks: one record per file that could be used, in the order of the files: ``name`` (the file's, without
-            folder), ``path``, ``error`` (None), ``criterion``, ``n_validation``, ``n_test``, ``n_classes``, ``split``
-            (whether one set was halved), ``chosen`` (the calibrator), ``use`` (the verdict), and ``figures``, by
-            method and score.
-        failed: by file, why it could not be used.
-        criterion: by which the candidates were compared.
+        networks: one record per usable file, in the order of the files: ``name`` (file name without folder), ``path``,
+            ``error`` (None), ``criterion``, ``n_validation``, ``n_test``, ``n_classes``, ``split`` (whether one set was
+            halved), ``chosen`` (name of the calibrator), ``use`` (the recommendation), and ``figures``, the scores by
+            method and name.
+        failed: for each unusable file, the reason.
+        criterion: the loss by which the candidates were compared.
 
     Example:
         >>> labels = np.arange(400) % 3
@@ -79,17 +79,17 @@ class Sweep:
 
     @classmethod
     def from_records(cls, records: Iterable[Mapping[str, Any]]) -> Self:
-        """Join the records of :func:`focalkern.sweep_one`, wherever they were made.
+        """Join records of :func:`focalkern.sweep_one` from any machine.
 
         Args:
-            records: in any order, which the tables keep. Among several records of one path, the last one without an
-                error counts, or else the last one.
+            records: the records, in the order for the tables. Of several records of one path, the last one without an
+                error is used, or else the last one.
 
         Returns:
             A sweep.
 
         Raises:
-            TypeError: something that is no record.
+            TypeError: an item that is not a record.
             ValueError: a record without ``path``, ``error`` or ``criterion``; records of different criteria.
 
         Example:
@@ -118,7 +118,7 @@ class Sweep:
         )
 
     def value(self, network: dict[str, Any], method: str, figure: str) -> float:
-        """One figure of one network.
+        """One score of one network.
 
         Args:
             network: one of ``networks``.
@@ -126,10 +126,10 @@ class Sweep:
             figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``, of the test rows.
 
         Returns:
-            The figure; NaN if a method has no value; infinity for infinite values.
+            The score; NaN if the method has no value; infinity for infinite values.
 
         Raises:
-            KeyError: no such figure.
+            KeyError: an unknown method or score.
         """
         figures = network["figures"].get(method)
         if figures is None:
@@ -137,20 +137,20 @@ class Sweep:
         return math.inf if figures[figure] is None else float(figures[figure])
 
     def _values(self, figure: str) -> list[list[float]]:
-        """By network, the figure of every method."""
+        """For each network, the score of every method."""
         return [[self.value(network, method, figure) for method in METHODS] for network in self.networks]
 
     def ranks(self, figure: str) -> dict[str, float]:
-        """The mean rank of every method over the networks, 1 for the lowest; equal ones share the mean of theirs.
+        """The mean rank of every method over the networks; 1 is the lowest score, and ties get their mean rank.
 
         Args:
             figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
 
         Returns:
-            By method, its mean rank.
+            The mean rank by method.
 
         Raises:
-            KeyError: no such figure.
+            KeyError: an unknown score.
         """
         total = dict.fromkeys(METHODS, 0.0)
         for values in self._values(figure):
@@ -166,10 +166,10 @@ class Sweep:
             figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
 
         Returns:
-            By method a and method b, on how many networks a is lower than b.
+            For methods a and b, ``[a][b]`` is the number of networks on which a is lower than b.
 
         Raises:
-            KeyError: no such figure.
+            KeyError: an unknown score.
         """
         columns = list(zip(*self._values(figure), strict=True)) or [()] * len(METHODS)
         every = dict(zip(METHODS, columns, strict=True))
@@ -179,17 +179,18 @@ class Sweep:
         }
 
     def table(self, figure: str) -> list[list[str]]:
-        """A figure as a table: a row per network, then means, mean ranks, and paired wins.
+        """A score as a table: a row per network, then means, mean ranks, and paired wins.
 
         Args:
             figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
 
         Returns:
-            Rows of cells under ``["network", *METHODS]``: the networks, the mean of those where every figure is finite,
-            the mean ranks, and for each of none and temperature scaling on how many networks a method is lower.
+            Rows of cells under ``["network", *METHODS]``: the networks; the mean over networks with finite scores only;
+            the mean ranks; and the number of networks on which a method is lower than none, and than temperature
+            scaling.
 
         Raises:
-            KeyError: no such figure.
+            KeyError: an unknown score.
         """
         every = self._values(figure)
         rows = [[network["name"], *map(_cell, values)] for network, values in zip(self.networks, every, strict=True)]
@@ -212,10 +213,11 @@ class Sweep:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as ``json.dumps`` takes it.
+        """The sweep as data for ``json.dumps``.
 
         Returns:
-            Networks with their figures, mean ranks, wins, and files that failed. A figure that is infinite is None.
+            A dictionary of the networks with their scores, mean ranks, wins, and files that failed. An infinite score
+            is None.
         """
         return {
             "focalkern": __version__,
@@ -228,7 +230,7 @@ class Sweep:
         }
 
     def to_csv(self) -> str:
-        """The figures as a .csv file.
+        """The scores as the content of a .csv file.
 
         Returns:
             One line per network and method, then one per file that failed, with its error, under a header.
@@ -241,7 +243,7 @@ class Sweep:
         return stream.getvalue()
 
     def to_frame(self) -> Any:
-        """The figures as a frame of pandas.
+        """The scores as a pandas DataFrame.
 
         Returns:
             The rows and columns of :meth:`to_csv`; empty cells are missing values.
@@ -262,11 +264,11 @@ class Sweep:
         return frame.astype(dict.fromkeys(_SIZES, "Int64"))
 
     def to_parquet(self) -> bytes:
-        """The figures as a .parquet file.
+        """The scores as the content of a .parquet file.
 
         Returns:
             The rows and columns of :meth:`to_csv`, with numbers as numbers and empty cells as missing values. Bytes of
-            a path that is no UTF-8 are replaced.
+            a path that are not UTF-8 are replaced.
 
         Raises:
             ImportError: pyarrow is not installed.
@@ -283,7 +285,7 @@ class Sweep:
         except ImportError:
             message = "Sweep.to_parquet needs pyarrow: pip install 'focalkern[tables]'"
             raise ImportError(message, name="pyarrow") from None
-        # pyarrow.array imports pandas where it is installed, which takes longer than the table of 500 networks.
+        # Not pyarrow.array: it imports pandas if installed, which takes longer than the table of 500 networks.
         numbers = {**dict.fromkeys(_SIZES, pyarrow.int64()), **dict.fromkeys(SCORES, pyarrow.float64())}
         table = read_csv(
             pyarrow.BufferReader(_utf8(self.to_csv()).encode()),
@@ -318,7 +320,7 @@ class Sweep:
             yield [names[path], path, None, None, None, None, None, *(None for _ in SCORES), error]
 
     def to_html(self) -> bytes:
-        """The tables as a page that needs nothing but itself.
+        """The tables as a self-contained page.
 
         Returns:
             HTML, in UTF-8.

@@ -1,4 +1,4 @@
-"""The table of a comparison as text, its cells, and the words around it."""
+"""The table of a comparison as text, its cells, and the text around it."""
 
 import math
 import textwrap
@@ -43,14 +43,14 @@ def format_table(
 
     Args:
         results: the rows.
-        chosen: the one with the arrow.
+        chosen: the result with the arrow.
         intervals: intervals of the results.
-        names: names of the scores in the columns; all when None.
-        hidden: those of the results that are left out.
+        names: names of the scores in the columns; None shows all.
+        hidden: results that are left out.
         legend: whether a legend of the intervals and marks follows the table.
     """
     shown = tuple(SCORES) if names is None else tuple(names)
-    from tabulate import tabulate  # an extra: only some users of this package need it
+    from tabulate import tabulate  # an optional dependency
 
     body = [
         [("-> " if result is chosen else "   ") + label, *cells]
@@ -74,7 +74,7 @@ def format_table(
 
 
 def _heading(name: str, names: Sequence[str] | None) -> str:
-    """A heading, in fewer lines where the table has few columns."""
+    """A heading, in fewer lines if the table has few columns."""
     return SCORES[name] if names is None else SCORES[name].replace("_\n", "_")
 
 
@@ -99,7 +99,7 @@ def table_cells(
     plus_minus: str = "+-",
     names: Sequence[str] = tuple(SCORES),
 ) -> list[tuple[CalibratorResult, list[str]]]:
-    """Every result with its label, gamma, T and scores in print."""
+    """Every result with its label, gamma, T and scores as text."""
     rows = []
     for index, result in enumerate(results):
         scaled = result.method in SCALINGS
@@ -138,12 +138,12 @@ def floor_cells(
 
 
 def _print_half(value: float) -> str:
-    """Without the leading zero: the column also holds a mark."""
+    """Half the width of an interval, without the leading zero, because the column also holds a mark."""
     return f"{value:.4f}".removeprefix("0") if value < 1 else f"{value:.3g}"
 
 
 def _print_parameter(value: float | None, search: Search) -> str:
-    """Two digits, or more if the grid is finer; four digits off the grid."""
+    """A parameter with two digits, or more if the grid is finer; with four digits off the grid."""
     if value is None:
         return "-"
     if search != "grid" and value != 0:
@@ -153,7 +153,7 @@ def _print_parameter(value: float | None, search: Search) -> str:
 
 
 def _print_score(value: float) -> str:
-    """Four digits after the point; large numbers, such as the NLL of huge logits, in exponent notation."""
+    """A score with four digits after the point; large numbers, such as the NLL of huge logits, in exponent notation."""
     return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"
 
 
@@ -162,7 +162,7 @@ def table_in_html(comparison: JudgedComparison) -> str:
     names = headline(comparison.estimator)
     rows = table_cells(comparison.results, comparison.intervals, plus_minus="\u00b1", names=names)
     head = ["", "gamma", "T", *(SCORES[name].replace("_\n", "_").replace("\n", " ") for name in names)]
-    # A notebook lacks the style sheet of the page: an arrow marks the chosen row in place of a colour.
+    # A notebook lacks the style sheet of the page, so an arrow marks the chosen row.
     body = [[("\u2192 " if result is comparison.chosen else "") + label, *cells] for result, (label, *cells) in rows]
     lines = [
         *map(html.typeset, comparison.verdict.sentences()),
@@ -172,7 +172,7 @@ def table_in_html(comparison: JudgedComparison) -> str:
 
 
 def describe(comparison: Comparison) -> str:
-    """The data and the search, above the table."""
+    """The text above the table: the data and the search."""
     lines = [f"validation   {describe_source(comparison.validation)}"]
     lines.append(f"test         {'the same rows' if comparison.same_samples else describe_source(comparison.test)}")
     if comparison.cross_validation is not None and comparison.cross_validation.folds:
