@@ -90,7 +90,7 @@ class BiasFloor:
             f"a perfectly calibrated model with these confidences scores {self.mean:.4f} on average, and at most "
             f"{self.quantile(0.95):.4f} on 95 of 100 sets of this size"
         )
-        verdict = "more than noise" if self.p_value(observed) <= 0.05 else "not to be told from noise"
+        verdict = "more than noise" if self.p_value(observed) <= 0.05 else "not distinguishable from noise"
         return f"{NAMES_IN_WORDS[self.figure]} of {observed:.4f} is {verdict}: {floor}."
 
 

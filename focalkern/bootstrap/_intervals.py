@@ -65,7 +65,7 @@ class PairedBootstrap:
         (200, True)
         >>> found.difference("T = 2.9", "as it is", "nll").high < 0 < found.interval("as it is", "nll").low
         True
-        >>> found.in_words("T = 2.9", "as it is", "accuracy").startswith("accuracy does not tell")
+        >>> found.in_words("T = 2.9", "as it is", "accuracy").startswith("accuracy does not distinguish")
         True
     """
 
@@ -161,7 +161,7 @@ class PairedBootstrap:
         interval = f"{100 * self.level:g} % interval {difference.low:+.4f} to {difference.high:+.4f}"
         if not difference.excludes_zero:
             return (
-                f"{words} does not tell {name} and {other} apart: the difference is {difference.estimate:+.4f}, "
+                f"{words} does not distinguish {name} and {other}: the difference is {difference.estimate:+.4f}, "
                 f"and its {interval} contains 0."
             )
         side = "better" if self.wins(name, other, figure) else "worse"

@@ -185,7 +185,7 @@ class HistogramBinning(Calibrator):
             )
         if self.scaling_ is not None and self.scaling_.at_border_:
             words = ", and ".join(self.scaling_.at_border_)
-            warnings.append(f"of the scaling, {words} (its temperatures and gammas should go further)")
+            warnings.append(f"of the scaling, {words} (extend its temperatures and gammas)")
         remedy = "fewer bins, n_bins, or a scaling alone"
         apply = functools.partial(self._apply, log=True)
         return [*warnings, *worse_than_uncalibrated(rows, apply, by=_PROPER, input_kind=self.input_kind, remedy=remedy)]

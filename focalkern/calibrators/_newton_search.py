@@ -106,7 +106,7 @@ def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
         return SearchResult(0.0, TEMPERATURE_BOUNDS[1], float(value), n_cells + 1, (words,))
 
     if spread == 0:
-        words = "every temperature is as good as another: all classes of a row that can occur have the same logit"
+        words = "all temperatures are equally good: all possible classes of a row have the same logit"
         value = (yield 1.0)[0]
         return SearchResult(0.0, 1.0, float(value), n_cells + 1, (words,))
     if at_infinity == 0:
@@ -172,7 +172,7 @@ def _brier_temperature(rows: _Rows) -> Steps[SearchResult]:
     axis = np.geomspace(*TEMPERATURE_BOUNDS, 65).tolist()
     cells = coarse_table(rows.input, rows.target, rows.input_kind, "brier", (0.0,), axis)[0]
     if float(np.ptp(cells)) <= 1e-12:
-        words = "every temperature is as good as another: the Brier score is the same at all of them"
+        words = "all temperatures are equally good: the Brier score is the same at all of them"
         return SearchResult(0.0, 1.0, float(cells[32]), 65, (words,))
     low, high = np.array(_LOG_T[:1]), np.array(_LOG_T[1:])
     best_point, best_value = np.array([math.nan]), math.inf

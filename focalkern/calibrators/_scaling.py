@@ -217,20 +217,20 @@ class Scaling(Calibrator):
         warnings = []
         if self.at_border_:
             if self.search_ in PROPER and self.at_border_[-1].startswith("temperature"):
-                remedy = "fit on rows that are neither all right nor no better than chance"
+                remedy = "fit on rows with some wrong predictions and an accuracy above chance"
             elif self.search_ in PROPER:
                 remedy = "TemperatureScaling is nearly as good, or more rows are needed"
             elif self.widen:
-                remedy = "no search goes further; criterion='nll' has its optimum elsewhere"
+                remedy = "no search goes beyond this bound; try criterion='nll'"
             else:
-                remedy = "widen=True searches on"
+                remedy = "widen=True extends the search"
             warnings.append(f"{', and '.join(self.at_border_)} ({remedy})")
         if self.search_ in PROPER:
             by, remedy = [], ""  # by their own criterion never worse than no calibration
         elif self.criterion_ == "ece":
             by, remedy = ["nll", "brier"], "an ECE can fall while the probabilities get worse; criterion='nll' does not"
         else:
-            by, remedy = [self.criterion_], "gamma = 0 and temperature = 1 belong into the search"
+            by, remedy = [self.criterion_], "include gamma = 0 and temperature = 1 in the search"
         worse = worse_than_uncalibrated(rows, self._log_probs, by=by, input_kind=self.input_kind, remedy=remedy)
         return [*warnings, *worse]
 

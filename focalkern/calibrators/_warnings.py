@@ -33,7 +33,7 @@ class CalibrationWarning(UserWarning):
         ...     warnings.simplefilter("always", fk.CalibrationWarning)
         ...     calibrator = fk.TemperatureScaling(temperatures=[1.0, 2.0]).fit(logits, labels)
         >>> print(said[0].message)
-        TemperatureScaling: temperature = 2 is the largest that was searched (widen=True searches on)
+        TemperatureScaling: temperature = 2 is the largest that was searched (widen=True extends the search)
     """
 
 

@@ -117,7 +117,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         calibrator = TemperatureScaling() if self.calibrator is None else self.calibrator
         if weight is not None and not _takes_weights(self.estimator):
             warnings.warn(
-                f"{name}: {type(self.estimator).__name__} takes no sample_weight, which only the calibrator gets",
+                f"{name}: {type(self.estimator).__name__} has no sample_weight; only the calibrator is weighted",
                 stacklevel=2,
             )
 

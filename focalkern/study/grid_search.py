@@ -210,7 +210,7 @@ def _streamed_search(
             stop = asked_to_stop()
             progress.save(state, task, done, totals, now=stop or done == end - begin)
             if stop:
-                progress.say(f"{progress.path}: {done} of {end - begin} rows are done; the same command goes on")
+                progress.say(f"{progress.path}: {done} of {end - begin} rows are done; the same command continues")
                 raise KeyboardInterrupt
     processes.reduce(state)
     totals = processes.add_up(totals) if folds else totals

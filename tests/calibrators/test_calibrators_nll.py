@@ -210,7 +210,7 @@ def test_equal_logits_keep_the_temperature():
     calibrator = TemperatureScaling().fit(logits, target)
     assert calibrator.temperature_ == 1.0
     assert calibrator.best_value_ == pytest.approx(math.log(4))
-    assert calibrator.at_border_[0].startswith("every temperature is as good as another")
+    assert calibrator.at_border_[0].startswith("all temperatures are equally good")
 
 
 @pytest.mark.parametrize("label", [0, 1, 2])

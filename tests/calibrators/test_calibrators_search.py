@@ -199,7 +199,7 @@ def test_brier_keeps_the_temperature_where_it_is_not_determined():
     calibrator = FocalTemperatureScaling(criterion="brier").fit(torch.full((20, 4), 3.0), torch.arange(20) % 4)
     assert (calibrator.gamma_, calibrator.temperature_) == (0.0, 1.0)
     assert calibrator.best_value_ == pytest.approx(0.75)
-    assert calibrator.at_border_[0].startswith("every temperature is as good as another")
+    assert calibrator.at_border_[0].startswith("all temperatures are equally good")
 
 
 def test_brier_takes_impossible_targets():

@@ -79,7 +79,7 @@ def test_a_bound_causes_a_warning_and_widening_passes_it(search):
     narrow = FocalTemperatureScaling(**options)
     words = said(narrow, *rows)
     assert "gamma = 1 is the largest that was searched" in words
-    assert words.endswith("(widen=True searches on)")
+    assert words.endswith("(widen=True extends the search)")
     wide = FocalTemperatureScaling(**options, widen=True).fit(*rows)
     assert (wide.warnings_, wide.at_border_) == ((), ())
     assert wide.gamma_ == pytest.approx(2, abs=0.8)
@@ -138,7 +138,7 @@ def test_a_loss_above_no_calibration_is_reported_with_a_remedy():
     assert "criterion='nll' does not" in words
     # The comparison uses the fit's own criterion if that is proper.
     words = said(calibrator.set_params(criterion="brier"), logits, target)
-    assert "NLL" not in words and "gamma = 0 and temperature = 1 belong into the search" in words
+    assert "NLL" not in words and "include gamma = 0 and temperature = 1 in the search" in words
 
 
 def test_a_difference_within_noise_causes_no_warning():
@@ -202,7 +202,7 @@ def test_fit_quietly_is_the_same_fit_without_a_warning(tmp_path):
     words = said(aloud, *rows)
     assert (aloud.temperature_, aloud.warnings_) == (calibrator.temperature_, calibrator.warnings_)
     assert "the target has the largest logit of every row" in words
-    assert "fit on rows that are neither all right nor no better than chance" in words
+    assert "fit on rows with some wrong predictions and an accuracy above chance" in words
     aloud.save(tmp_path / "calibrator.json")
     assert fk.load_calibrator(tmp_path / "calibrator.json").warnings_ == aloud.warnings_
     assert aloud.fit(*sample()).warnings_ == ()

@@ -208,7 +208,7 @@ def test_mistakes_are_named(options, y, error, words):
 
 def test_weights_that_the_classifier_does_not_take():
     X, y = sample()
-    with pytest.warns(UserWarning, match="KNeighborsClassifier takes no sample_weight, which only the calibrator gets"):
+    with pytest.warns(UserWarning, match="KNeighborsClassifier has no sample_weight; only the calibrator is weighted"):
         fk.CalibratedClassifier(KNeighborsClassifier(50), cv=3).fit(X, y, np.arange(400) % 3)
 
 

@@ -40,7 +40,7 @@ def stopped(folder, run, monkeypatch):
         code, out, err = run("calibrate", "val_logits-*.npy", *GRID, "--state", "s.state", "--out", "c.json")
     assert (code, out) == (130, "")
     # Shards of 42 rows: batches of 30 and 12.
-    assert err == "s.state: 84 of 500 rows are done; the same command goes on\nfocalkern calibrate: interrupted\n"
+    assert err == "s.state: 84 of 500 rows are done; the same command continues\nfocalkern calibrate: interrupted\n"
     assert not (folder / "c.json").exists()
     return folder / "s.state"
 
