@@ -157,6 +157,9 @@ class LinearFocalLoss(_Head, FocalLoss):
         TypeError, ValueError: in the constructor for an argument of the wrong kind or value, in the call for a wrong
             shape.
 
+    Source: the chunks of torch.nn.functional.linear_cross_entropy and Liger-Kernel (Hsu et al. 2024, arXiv 2410.10989);
+    the loss of Lin et al. 2017 (arXiv 1708.02002).
+
     Example:
         >>> criterion = fk.LinearFocalLoss(in_features=4, num_classes=5, gamma=2.0)  # includes the last linear layer
         >>> hidden, target = torch.linspace(-1, 1, 8).reshape(2, 4), torch.tensor([1, 4])
@@ -223,6 +226,8 @@ class LinearFLSDLoss(_Head, FLSDLoss):
     Raises:
         TypeError, ValueError: as :class:`LinearFocalLoss` and :class:`FLSDLoss`.
 
+    Source: Mukhoti et al. 2020 (arXiv 2002.09437), section 4; the chunks of :func:`focalkern.linear_focal_loss`.
+
     Example:
         >>> criterion = fk.LinearFLSDLoss(in_features=4, num_classes=5)
         >>> hidden, target = torch.linspace(-1, 1, 8).reshape(2, 4), torch.tensor([1, 4])
@@ -270,6 +275,8 @@ class LinearAdaFocalLoss(_Head, AdaFocalLoss):
 
     Raises:
         TypeError, ValueError: as :class:`LinearFocalLoss` and :class:`AdaFocalLoss`.
+
+    Source: Ghosh, Schaaf & Gormley, NeurIPS 2022; the chunks of :func:`focalkern.linear_focal_loss`.
 
     Example:
         >>> criterion = fk.LinearAdaFocalLoss(in_features=4, num_classes=5, n_bins=3)

@@ -25,6 +25,8 @@ class VarifocalLoss(ElementLoss):
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.varifocal_loss`.
 
+    Source: Zhang et al., VarifocalNet, CVPR 2021 (arXiv 2008.13367), equation 2.
+
     Example:
         >>> criterion = fk.VarifocalLoss(gamma=2.0, alpha=0.75, detach_modulation=True)
         >>> overlap = torch.tensor([[0.0, 0.8], [0.6, 0.0]])
@@ -88,6 +90,8 @@ class MatchabilityLoss(VarifocalLoss):
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.matchability_loss`.
 
+    Source: Huang et al., DEIM, CVPR 2025 (arXiv 2412.04234), and its code.
+
     Example:
         >>> criterion = fk.MatchabilityLoss(gamma=1.5)
         >>> overlap = torch.tensor([[0.0, 0.8], [0.6, 0.0]])
@@ -128,6 +132,8 @@ class IABCELoss(ElementLoss):
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.ia_bce_loss`.
+
+    Source: Cai et al., Align-DETR (arXiv 2304.07527); Chen et al., LW-DETR (arXiv 2406.03459), and its code.
 
     Example:
         >>> criterion = fk.IABCELoss(alpha=0.25)

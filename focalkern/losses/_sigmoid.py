@@ -86,6 +86,8 @@ class SigmoidFocalLoss(ElementLoss):
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.sigmoid_focal_loss`.
 
+    Source: Lin et al. 2017 (arXiv 1708.02002), equation 5.
+
     Example:
         >>> criterion = fk.SigmoidFocalLoss(gamma=2.0, alpha=0.25)
         >>> logits = torch.tensor([[1.0, -1.0], [0.5, -2.0]])
@@ -145,6 +147,8 @@ class AsymmetricLoss(ElementLoss):
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.asymmetric_loss`.
 
+    Source: Ridnik et al., Asymmetric Loss for Multi-Label Classification, ICCV 2021.
+
     Example:
         >>> criterion = fk.AsymmetricLoss(gamma_negative=4.0, gamma_positive=1.0)
         >>> logits = torch.tensor([[2.0, -4.0, 0.5], [-1.0, 1.0, -3.0]])
@@ -201,6 +205,8 @@ class QualityFocalLoss(ElementLoss):
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.quality_focal_loss`.
+
+    Source: Li et al., Generalized Focal Loss, NeurIPS 2020.
 
     Example:
         >>> criterion = fk.QualityFocalLoss(beta=2.0)

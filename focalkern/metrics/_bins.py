@@ -83,7 +83,10 @@ def reliability_bins(
     correct: Any = None,
     ignore_index: int | None = None,
 ) -> ReliabilityBins:
-    """Count, mean confidence and accuracy of every bin: the numbers of a reliability diagram.
+    r"""Count, mean confidence and accuracy of every bin: the numbers of a reliability diagram.
+
+    .. math:: \text{conf}_b = \frac{1}{|B_b|} \sum_{i \in B_b} c_i, \qquad
+        \text{acc}_b = \frac{1}{|B_b|} \sum_{i \in B_b} \text{correct}_i
 
     Args:
         probs, target, n_bins, estimator, confidence, correct, ignore_index: as :func:`expected_calibration_error`.

@@ -97,7 +97,9 @@ def accuracy(
     ignore_index: int | None = None,
     per: Per = "set",
 ) -> Tensor:
-    """Fraction of the rows whose largest entry is that of the target; of equal largest entries the first counts.
+    r"""Fraction of the rows whose largest entry is that of the target; of equal largest entries the first counts.
+
+    .. math:: \frac{1}{N} \sum_i [\arg\max_k p_{ik} = y_i]
 
     Args:
         probs: [..., N, C] or [N, C, d1, ...] probabilities or logits, floating point.

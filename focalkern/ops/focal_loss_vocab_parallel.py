@@ -105,6 +105,9 @@ def focal_loss_vocab_parallel(
 ) -> Tensor | LossWithStats:
     r"""The focal loss of logits whose classes are split over the ranks of a process group.
 
+    .. math:: L = -f(p_y) \log p_y, \qquad p = \mathrm{softmax}(z^{(1)}, \ldots, z^{(R)})
+
+    with the slices z^(r) of R ranks and the factor f of :func:`focal_loss`, for example (1 - p)^gamma.
     Up to rounding it equals :func:`focal_loss` of all logits. Every rank passes its slice of the logits and otherwise
     the same arguments, and gets the same loss, bit by bit, and the gradient of its slice. Per row the ranks reduce 16
     bytes by MAX and 8 by SUM, for any number of classes; per call they exchange the sizes of their slices.

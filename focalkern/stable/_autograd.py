@@ -19,21 +19,21 @@ class Operator(NamedTuple):
     name: str  # registered as {name}_forward and {name}_backward
     inputs: Callable[..., Any]  # makes the named tuple of tensors; parameters of eager calls may be numbers
     options: Callable[..., Any]  # the named tuple of all other arguments
-    wide: int  # the index of the option that the backward pass has not; its schema has `needed` there
+    wide: int  # index of the option that backward lacks; its schema has `needed` in this place
     check: Callable[[Any, Any], object]
-    forward: Callable[[Any, Any], tuple[Tensor, ...]]  # of checked arguments: the result, and what backward needs of it
+    forward: Callable[[Any, Any], tuple[Tensor, ...]]  # checked arguments to result and saved numbers
     forward_shapes: Callable[[Any, Any], tuple[Tensor, ...]]
     check_backward: Callable[[Tensor, Any, Sequence[Tensor], Any, Sequence[bool]], object]
     backward: Callable[[Tensor, Any, Sequence[Tensor], Any, Sequence[bool]], Sequence[Tensor | None]]
     backward_shapes: Callable[[Any, Sequence[bool]], Sequence[Tensor | None]]
-    differentiable: Callable[[Any, Any], Sequence[bool]]  # which of the first inputs have a derivative
+    differentiable: Callable[[Any, Any], Sequence[bool]]  # whether each of the first inputs has a derivative
     composite: Callable[..., Tensor]  # the definition in torch operations, for transforms and double backward
     n_saved: int = 1
-    n_forward_only: int = 0  # the last options, which forward alone takes
+    n_forward_only: int = 0  # the last options, which only forward takes
 
 
 def apply(operator: Operator, inputs: Any, options: Any) -> Tensor:
-    """The operator of these arguments. Plain tensors go past the dispatcher, which costs more than a small batch."""
+    """Calls the operator. Plain tensors bypass the dispatcher, which takes longer than a small batch."""
     input = inputs[0]
     if _needs_composite(inputs):
         # Not through the dispatcher: vmap of torch 2.15 would run the operator once per element there.
@@ -76,7 +76,7 @@ class _Eager(torch.autograd.Function):
 
 
 def register(library: torch.library.Library, operator: Operator, keys: Sequence[str]) -> None:
-    """Registers an operator whose schema torch has."""
+    """Registers the implementations of an operator whose schema torch already has."""
     n, n_saved = len(operator.inputs._fields), operator.n_saved  # type: ignore[attr-defined]
 
     def checked(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -141,7 +141,7 @@ def _gradients(
     asked: Sequence[bool],
     through_dispatcher: bool,
 ) -> Sequence[Tensor | None]:
-    """The gradients of the first inputs, None where none is needed."""
+    """The gradients of the first inputs; None for inputs that need no gradient."""
     possible = operator.differentiable(inputs, options)
     needed = [one and other for one, other in zip(asked, possible, strict=False)]
     is_final = not torch.is_grad_enabled()
@@ -158,9 +158,9 @@ def _gradients(
 def _differentiable_gradients(
     operator: Operator, grad: Tensor, inputs: Sequence[Tensor | None], options: Sequence[Any], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients that are themselves to be differentiated.
+    """Differentiable gradients.
 
-    The definition takes aliases of the variables, so that a hook on the user's tensor fires once.
+    The definition gets aliases of the variables, so that a hook on the user's tensor fires once.
     """
     n = len(needed)
     aliases = [None if tensor is None else torch.ops.aten.alias(tensor) for tensor in inputs[:n]]
@@ -179,7 +179,7 @@ def _registered(operator: Operator, direction: str) -> Any:
 
 
 def _tensors(inputs: Sequence[Any]) -> list[Tensor | None]:
-    """The inputs with tensors in place of numbers."""
+    """The inputs, with numbers converted to tensors."""
     wide = torch.float64
     return [v if v is None or isinstance(v, Tensor) else torch.scalar_tensor(v, dtype=wide) for v in inputs]
 
@@ -199,7 +199,7 @@ def _needs_composite(inputs: Sequence[object]) -> bool:
 def parameter(
     value: float | Tensor | None, absent: float, dtype: torch.dtype, shape: Sequence[int] | None = None
 ) -> tuple[Tensor | None, float]:
-    """A parameter as kernels take it: a tensor in their type, expanded to ``shape``, or none and a number."""
+    """A parameter for kernels: a tensor in their dtype, expanded to ``shape``; or None and a number."""
     if value is None:
         return None, absent
     if not isinstance(value, Tensor):

@@ -13,7 +13,7 @@ from focalkern.stable._autograd import register
 
 __all__ = ["PLAIN_OPERATORS", "build_info", "load", "row_losses"]
 
-# Registered, but computed by the fallback: the module has no kernel of these.
+# Operators that are registered but computed by the fallback, because the module has no kernel for them.
 PLAIN_OPERATORS = ("calibration_grid",)
 
 _info: dict[str, Any] = {}
@@ -52,5 +52,5 @@ def row_losses() -> list[str]:
 
 
 def build_info() -> dict[str, Any]:
-    """As the compiled module's."""
+    """The build information, as that of the compiled module."""
     return _info

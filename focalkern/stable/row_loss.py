@@ -52,7 +52,7 @@ def row_loss(
 
 
 def mmce_loss(*arguments: Any) -> None:
-    """No kernel: the loss is put together from torch's operations."""
+    """Returns None, because the module has no kernel: torch operations compute the loss."""
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def _prepared(inputs: _Inputs) -> tuple[list[Tensor | None], float]:
 
 
 def _results(inputs: _Inputs, options: _Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The loss in this dtype, and the numbers that are saved, still without values."""
+    """Uninitialised tensors for the loss in this dtype and for the saved numbers."""
     input, device = inputs.input, inputs.input.device
     rows = input.numel() // input.shape[_class_dim(input)]
     n_saved = rows * SAVED_NUMBERS[row_loss_of(options.kind).name] + 1
@@ -164,7 +164,7 @@ def _backward(
     grad_input = torch.empty_like(input) if needed[0] else None
     grad_target = grad_gamma = None
     if needed[1]:
-        # The kernel knows one layout for the target and its gradient, with classes or rows adjacent.
+        # The kernel supports one layout of the target and its gradient: contiguous classes or contiguous rows.
         if not labels.movedim(_class_dim(labels), -1).is_contiguous():
             tensors[1] = labels = labels.contiguous()
         grad_target = torch.empty_like(labels, dtype=real)
