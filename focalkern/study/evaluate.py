@@ -115,7 +115,7 @@ def evaluate_rows(
 
 
 def _method(calibrator: Calibrator) -> str:
-    """The method of a calibrator as in the table of a comparison; for bins after a scaling, the method of the scaling."""
+    """The method of a calibrator as in the table of a comparison; for bins after a scaling, that of the scaling."""
     scaling = scaling_or_none(calibrator.scaling_) if isinstance(calibrator, HistogramBinning) else None
     if isinstance(calibrator, RobustTemperatureScaling):
         return "temperature"
