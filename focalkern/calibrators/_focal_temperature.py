@@ -20,8 +20,9 @@ class FocalTemperatureScaling(Scaling):
 
     .. math:: q = \text{softmax}(z / T), \quad \hat p_j \propto \frac{q_j}{(1 - q_j)^\gamma (1 + \gamma \varphi(q_j))}
 
-    with phi(q) = -q log q / (1 - q). gamma > 0 raises high confidences, gamma < 0 lowers them. A negative gamma uses
-    the same formula; it does *not* stand for the inverse focal loss of :func:`focalkern.focal_loss`.
+    with phi(q) = -q log q / (1 - q). gamma > 0 raises confidences, moderate ones most; gamma < 0 lowers high ones. A
+    negative gamma uses the same formula; it does *not* stand for the inverse focal loss of
+    :func:`focalkern.focal_loss`.
 
     Args:
         search:

@@ -18,7 +18,7 @@ __all__ = ["add_parser"]
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
-        help="print versions and what the compiled module can do here",
+        help="print versions, kernels and hardware",
         description="Prints versions, the targets of the compiled module, and the hardware of this machine. Reads no "
         "data and sends nothing.",
     )

@@ -59,19 +59,19 @@ def add_parser(commands: Any) -> None:
         help="write sweep.html, sweep.csv and sweep.json. Each network is saved when it is done, so the same command "
         "continues after an interruption",
     )
-    parser.add_argument(
-        "--jobs", type=at_least_one, metavar="N", help="processes (default: as many as there are cores)"
-    )
+    parser.add_argument("--jobs", type=at_least_one, metavar="N", help="number of processes (default: number of cores)")
     parser.add_argument(
         "--engine",
         default="local",
         metavar="ADDRESS",
-        help="where to compute: local (default), dask://HOST:PORT, ray://HOST:PORT or ray://auto; its workers need "
+        help="engine that computes: local (default), dask://HOST:PORT, ray://HOST:PORT or ray://auto; its workers need "
         "access to the files and to focalkern",
     )
     parser.add_argument("--criterion", choices=PROPER, default="nll", help="loss that chooses (default nll)")
-    parser.add_argument("--seed", type=seed, default=0, help="of the folds and of the halves (default 0)")
-    parser.add_argument("--input-kind", choices=("logits", "probs"), help="kind of the values (default: by the names)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the folds and of the halves (default 0)")
+    parser.add_argument(
+        "--input-kind", choices=("logits", "probs"), help="kind of the values (default: from the names)"
+    )
     parser.add_argument("--logits-key", metavar="NAME", help="name of the array of logits or probabilities")
     parser.add_argument("--labels-key", metavar="NAME", help="name of the array of labels")
     add_ignore_index(parser)

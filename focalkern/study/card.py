@@ -98,10 +98,10 @@ def _uses(calibrator: Calibrator, evidence: Mapping[str, Any]) -> str:
     source = evidence.get("data", {}).get("validation", {}).get("source")
     of = f"the network whose outputs are in `{source}`" if source else "the network whose outputs it was fitted on"
     lines = [
-        f"For: outputs of {of}, with the same {calibrator.n_classes_} classes in the same order, on data of the same "
-        "source as the validation rows.",
+        f"For: {of}, with the same {calibrator.n_classes_} classes in the same order, on data of the same source as "
+        "the validation rows.",
         "Not for: another network, or the same one after more training. Fit a new calibrator.",
-        "Not for: data from another source (another hospital, camera or year). Measure it there first"
+        "Not for: data from another source (another hospital, camera or year). Evaluate it there first"
         + ("." if keeps_predictions(calibrator) else "; a calibrator with `keep_predictions=True` is safer there."),
         "Not for: the detection of inputs that belong to none of the classes.",
     ]
