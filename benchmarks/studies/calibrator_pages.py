@@ -51,11 +51,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
     heads = ["calibrator", "NLL", "Brier", "ECE equal_width", "ECE equal_mass", "smooth ECE", "higher", "lower", "s"]
     table = markdown(lines, heads)
     missing = [name for name in names if name not in whole]
-    left_out = f" Not on every file, and so not in it: {', '.join(missing)}." if missing else ""
+    left_out = f" The table leaves out calibrators that do not fit every file: {', '.join(missing)}." if missing else ""
     return (
-        f"Means over {len(files)} files ({', '.join(files)}). *Higher* and *lower*: on how many of them the NLL is "
+        f"Means over {len(files)} files ({', '.join(files)}). *Higher* and *lower* count the files on which the NLL is "
         "higher or lower than that of the automatic choice by more than 1.96 standard errors of the paired difference. "
-        f"Median seconds of a fit.{left_out}\n\n{table}"
+        f"*s* is the median time of a fit in seconds.{left_out}\n\n{table}"
     )
 
 
@@ -110,8 +110,9 @@ def few_rows(rows: list[dict[str, Any]]) -> str:
         higher, lower = beyond_noise(of)
         least = min(row["vs_auto"] for row in of)
         worse.append(
-            f"{n:,} rows: of {len(of)} fits temperature scaling (robust) is worse than the automatic choice beyond "
-            f"noise in {higher}, better in {lower}" + (f" (by at most {-least:.4f})" if int(lower) else "")
+            f"{n:,} rows, {len(of)} fits: beyond noise, the NLL of temperature scaling (robust) is higher than that of "
+            f"the automatic choice in {higher} and lower in {lower}"
+            + (f" (by at most {-least:.4f})" if int(lower) else "")
         )
     return "\n\n".join(parts) + "\n\n" + "\n".join(f"- {words}." for words in worse)
 
@@ -133,10 +134,9 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     gained = ", ".join(f"{gains[file]:.4f}" for file in worth) or "0"
     others = ", ".join(f"{gains[file]:+.4f}" for file in rest)
     return (
-        f"Focal temperature scaling by the NLL is worth having on {', '.join(worth) or 'none of these files'}: there "
-        f"its test NLL is {gained} below temperature scaling's, more than one percent. On "
-        f"{', '.join(rest) or 'no other'} it is not ({others} below), and its ECE is the lower one on {ece} of all "
-        f"{len(gains)} files."
+        "Focal temperature scaling by the NLL has a test NLL more than one percent below that of temperature scaling "
+        f"on {', '.join(worth) or 'none of these files'} ({gained} below). On {', '.join(rest) or 'no other file'} it "
+        f"has not ({others} below). Its ECE is lower on {ece} of all {len(gains)} files."
     )
 
 

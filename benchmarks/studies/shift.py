@@ -168,9 +168,9 @@ def page(path: Path) -> str:
     about_page = (
         f"Calibrators on {n_models} models, {path.stem.rpartition('_')[2]}, {about['device']}, "
         f"{in_threads(about['threads'])}, commit {about['commit']}; "
-        "means over models and draws of the validation rows. *Higher* and *lower*: "
-        "how many fits have a higher or lower NLL than temperature scaling by more than 1.96 standard errors of the "
-        "paired difference; *worst*: the largest rise."
+        "means over models and draws of the validation rows. *Higher* and *lower* count the fits with an NLL higher or "
+        "lower than that of temperature scaling by more than 1.96 standard errors of the paired difference. *Worst* is "
+        "the largest rise."
     )
     return "\n\n".join([about_page, elsewhere(rows), by_size(rows, CALIBRATED), by_size(rows, SAME)]) + "\n"
 
