@@ -72,7 +72,7 @@ class GammaTable:
         if edges.device != gammas.device:
             raise ValueError(f"GammaTable: gammas must be on the device of edges, {edges.device}, got {gammas.device}")
         if edges.device.type == "cpu":
-            # Written so that a NaN fails the comparison too.
+            # The comparison is false for NaN, so NaN raises too.
             ascending = edges[1:] >= edges[:-1]
             if not bool(ascending.all()):
                 first = int((~ascending).nonzero()[0])

@@ -70,7 +70,7 @@ def confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, co
     if correct.is_complex():
         raise TypeError(f"{op}: correct must be bool or real, got {correct.dtype}")
     correct = correct.to(torch.float64)
-    # Written so that NaN fails too.
+    # The comparison is false for NaN, so NaN raises too.
     for name, values in (("confidence", confidence), ("correct", correct)):
         inside = (values >= 0) & (values <= 1 + _ABOVE_ONE)
         if not bool(inside.all()):
@@ -90,7 +90,7 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
         raise ValueError(f"{op}: probs must be [N, C], got shape {list(probs.shape)}")
     if not log and probs.numel():
         low, high = probs.amin(), probs.amax()
-        # Written so that NaN fails too.
+        # The comparison is false for NaN, so NaN raises too.
         if not (bool(low >= 0) and bool(high <= 1 + _ABOVE_ONE)):
             inside = ((probs >= 0) & (probs <= 1 + _ABOVE_ONE)).all(-1)
             row = (~inside).nonzero()[0].tolist()

@@ -72,7 +72,7 @@ class _ReducedLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         tensors, options = ctx.saved_tensors, ctx.options
         g = upstream[0] if ctx.scale is None else upstream[0] * ctx.scale
-        if torch.is_grad_enabled():  # the gradients are to be differentiated
+        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
             return (*_gradient(g.expand(len(tensors[0])), tensors, options, options.wanted), None, None, None)
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:

@@ -196,8 +196,7 @@ def dual_focal_loss(
     """
     z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
     log_p, log_u = log_softmax_and_complement(z)
-    # Sort in ascending order, equal logits in reverse: the next lower class then directly precedes the classes with the
-    # same logit.
+    # Ascending, equal logits in reverse: the next lower class then directly precedes all classes with the same logit.
     ascending, order = z.detach().flip(-1).sort(dim=-1, stable=True)
     n_below = torch.searchsorted(ascending.contiguous(), z.detach().contiguous())
     in_order = log_p.gather(-1, z.shape[-1] - 1 - order)
@@ -259,7 +258,7 @@ def brier_loss(
     else:
         valid, given = one_hot(target, z, ignore_index)
     t = (1.0 - label_smoothing) * given + label_smoothing / z.shape[-1]
-    # Where p and t may both be near 1, p - t is (1 - t) - (1 - p).
+    # If p and t are both near 1, p - t is computed as (1 - t) - (1 - p), which does not cancel.
     p = log_p.exp()
     loss = torch.where(p > 0.5, (1.0 - t) - log_u.exp(), p - t).square().sum(-1)
     row_weight = torch.ones_like(loss) if weight is None else (weight.to(z.dtype) * given).sum(-1)

@@ -288,7 +288,7 @@ def run_study(
     only_test = ("accuracy", "nll", "brier", f"ece_{report_estimator}") if brief else None
     results = scored(results, validation, test, n_bins, only_test)
     n_resamples = default_resamples(test) if resamples is None else resamples
-    n_resamples = n_resamples if test.processes.rank == 0 else 0  # it has the results
+    n_resamples = n_resamples if test.processes.rank == 0 else 0  # only rank 0 has the results
     comparison = Comparison(
         validation=validation,
         test=test,
