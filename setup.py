@@ -1,9 +1,10 @@
 """Builds focalkern._C. Everything that is not compilation is declared in pyproject.toml.
 
-It compiles for the one torch at hand. Environment: FOCALKERN_CUDA=auto|0|1 (auto builds the CUDA kernels where torch is
-a CUDA build and nvcc is found; no GPU is needed), TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS. FOCALKERN_NATIVE=none
-compiles nothing, and plain torch computes; FOCALKERN_NATIVE=folder takes what tools/wheel.py compiled for several
-releases of torch. FOCALKERN_REPOSITORY is the address that the package's page links to (tools/long_description.py).
+It compiles for the installed torch. Environment: FOCALKERN_CUDA=auto|0|1 (auto builds the CUDA kernels if torch is a
+CUDA build and nvcc is found; no GPU is needed), TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS. FOCALKERN_NATIVE=none
+compiles nothing; then plain torch computes. FOCALKERN_NATIVE=folder uses the modules that tools/wheel.py compiled for
+several releases of torch. FOCALKERN_REPOSITORY is the address for the links of the package's page
+(tools/long_description.py).
 """
 
 import os
@@ -80,8 +81,8 @@ def extension() -> tuple[Extension, type[build_ext]]:
         """Writes focalkern/_build_info.py beside the module, for the check before its import."""
 
         def run(self) -> None:
-            # Otherwise the old module would do for another torch or another FOCALKERN_CUDA. ninja still compiles
-            # nothing twice, also for pip install --editable, whose own temporary folder is a new one every time.
+            # Without force, setuptools would keep the old module for another torch or another FOCALKERN_CUDA. ninja
+            # still compiles nothing twice; pip install --editable needs a fixed folder for that, not a temporary one.
             self.force = True
             if self.editable_mode:
                 self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
@@ -95,7 +96,7 @@ def extension() -> tuple[Extension, type[build_ext]]:
             )
 
         def build_stable_modules(self) -> None:
-            """The modules for another torch, of the same objects: with an archive the linker takes what it needs."""
+            """Links the modules for other releases of torch. The linker takes the needed objects of the archive."""
             folder = Path(self.get_ext_fullpath("focalkern._C")).parent
             kernels = [path for path in self.extensions[0].sources if not path.startswith("csrc/bindings")]
             objects = self.compiler.object_filenames(kernels, output_dir=self.build_temp)
@@ -128,7 +129,7 @@ class BuildWithoutTorch(build_ext):
 
 
 class CheckedDistInfo(dist_info):
-    """The first step of every installation from source, before pip collects what the package depends on."""
+    """Checks the requirements in the first step of every installation from source, before pip collects dependencies."""
 
     def initialize_options(self) -> None:
         super().initialize_options()
@@ -142,7 +143,7 @@ class CheckedDistInfo(dist_info):
 
 
 class PrebuiltFiles(build_py):
-    """Takes the compiled files of tools/wheel.py along."""
+    """Adds the compiled files of tools/wheel.py to the package."""
 
     def run(self) -> None:
         super().run()
@@ -169,7 +170,7 @@ texts = {
 if native == "none":
     setup(**texts, cmdclass=commands)
 elif native:
-    # Modules for one Python lie beside one for all of them (tools/stable.py).
+    # Modules for one Python are stored beside the module for all of them (tools/stable.py).
     settings = {"bdist_wheel": {"py_limited_api": "cp311"}}
     setup(**texts, cmdclass=commands | {"build_py": PrebuiltFiles}, distclass=PlatformWheel, options=settings)
 else:
