@@ -165,6 +165,7 @@ def measure_fits(folder: Path, note: str) -> Iterator[dict[str, Any]]:
         "AutoCalibrator": (1, whole(fk.AutoCalibrator)),
         "calibration_grid": (1, lambda: paper_grid(*validation)),
         "sweep_one": (1, lambda: fk.sweep_one(path)),
+        "sweep_one, all": (1, lambda: fk.sweep_one(path, all=True)),
     }
     for name, (networks, call) in parts.items():
         call()

@@ -24,7 +24,7 @@ from focalkern.cli._options import (
 )
 from focalkern.files import InputError
 from focalkern.files.paths import expanded
-from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep_settings
+from focalkern.study.sweep import SCORES, Sweep, run_sweep, sweep_settings
 
 __all__ = ["add_parser"]
 
@@ -40,8 +40,8 @@ def add_parser(commands: Any) -> None:
         "means, mean ranks, and how many networks have a lower value than without calibration and than with "
         "temperature scaling.",
         epilog="columns: auto, the choice of the cross-validation; none, no calibration; temperature and focal, the "
-        "two scalings by the criterion; with ECE, the lowest ECE of the paper's grid.\n\nexample:\n  focalkern sweep "
-        "networks/*.npz --report sweep --jobs 2\n",
+        "two scalings by the criterion; with --all and ECE, the lowest ECE of the paper's grid.\n\nexample:\n  "
+        "focalkern sweep networks/*.npz --report sweep --jobs 2\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -75,6 +75,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--logits-key", metavar="NAME", help="name of the array of logits or probabilities")
     parser.add_argument("--labels-key", metavar="NAME", help="name of the array of labels")
     add_ignore_index(parser)
+    parser.add_argument("--all", action="store_true", help="also the ECE-optimal scalings, which take longer")
     parser.set_defaults(run=_run)
 
 
@@ -93,6 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
         labels_key=arguments.labels_key,
         ignore_index=arguments.ignore_index,
         storage_options=arguments.storage_options,
+        all=arguments.all,
     )
     names = expanded(arguments.files, arguments.storage_options)
     with engine(arguments.engine) as executor, _Progress(len(names)) as progress:
@@ -112,14 +114,14 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{len(result.networks)} networks: the {_ENDS} whose NLL falls most from none to auto, and the {_ENDS} "
             f"whose NLL falls least\n({where})\n"
         )
-    heads = [method.replace(", ", ",\n") for method in METHODS]  # two lines, to leave room for long names
+    heads = [method.replace(", ", ",\n") for method in result.methods]  # two lines, to leave room for long names
     for figure, heading in SCORES.items():
         if result.networks and figure != "brier":
             rows = result.table(figure)
             blank = [""] * len(rows[0])
             body = [row for part in parts for row in (*(rows[place] for place in part), blank)]
             body += rows[len(result.networks) :]
-            columns = ("left", *["right"] * len(METHODS))
+            columns = ("left", *["right"] * len(heads))
             print(f"{heading}, test rows\n")
             print(tabulate(body, headers=["", *heads], tablefmt="simple", disable_numparse=True, colalign=columns))
             print()

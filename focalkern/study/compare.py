@@ -187,6 +187,7 @@ def run_study(
     seed: int = 0,
     accept_risk: float | None = None,
     brief: bool = False,
+    paper: bool = True,
 ) -> Study:
     """Fit and choose calibrators on ``validation``, and score them on ``test``.
 
@@ -214,6 +215,7 @@ def run_study(
         accept_risk: the largest error rate of accepted rows; None for no threshold.
         brief: for ``method="auto"`` and samples in memory, compute only the verdict and the scores on the test samples:
             no remarks, and only those cells of the grid that may have the lowest ECE.
+        paper: with ``brief``, whether to search the paper's two choices; otherwise they have no calibrator.
     """
     same = test is validation
     validation = as_samples(validation)
@@ -237,7 +239,7 @@ def run_study(
         criterion=proper,
         folds=min(folds, len(validation)) if auto else 0,
         seed=seed,
-        lowest_of=((0.0,), tuple(gammas)) if auto and brief else (),
+        lowest_of=None if not (auto and brief) else ((0.0,), tuple(gammas)) if paper else (),
     )
     grid = searched.grid
     cross_validation = None

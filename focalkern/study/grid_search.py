@@ -68,7 +68,7 @@ def search_grid(
     criterion: Proper = "nll",
     folds: int = 0,
     seed: int = 0,
-    lowest_of: Sequence[Sequence[float]] = (),
+    lowest_of: Sequence[Sequence[float]] | None = None,
 ) -> GridSearch:
     """The scores of every (gamma, T) on the samples.
 
@@ -80,7 +80,8 @@ def search_grid(
         folds, seed: as in :func:`cross_validate_samples`. For samples in files the same pass sums the criterion of each
             fold.
         lowest_of: sets of gammas. If given, only the cell with the lowest ECE of each set is needed: for samples in
-            memory the grid then has only the ECE, and it is infinite in cells that cannot be the lowest.
+            memory the grid then has only the ECE, and it is infinite in cells that cannot be the lowest
+            (without sets, in all cells).
     """
     criteria: tuple[Any, ...] = ("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion)
     if isinstance(samples, StreamedSamples):
@@ -90,7 +91,7 @@ def search_grid(
     # the choice between nearly equal cells.
     options: Any = {"n_bins": n_bins, "estimator": estimator, "input_kind": samples.kind}
     of_rows = samples.memory.input.to(torch.float64), samples.memory.labels
-    if lowest_of and estimator != "equal_mass_interp":  # the lowest sample is in no bin
+    if lowest_of is not None and estimator != "equal_mass_interp":  # the lowest sample is in no bin
         grid = _lowest_eces(*of_rows, gammas, temperatures, lowest_of, **options)
     else:
         grid = calibration_grid(*of_rows, gammas, temperatures, criteria=criteria, **options)
@@ -117,6 +118,10 @@ def _lowest_eces(
     The right side is the ECE of a single bin, computed in float32. A cell in which it exceeds the lowest ECE so far by
     more than the error of float32 cannot have the lowest ECE.
     """
+    if not lowest_of:
+        first, second = (torch.tensor(axis, dtype=torch.float64) for axis in (gammas, temperatures))
+        nothing = torch.full((len(gammas), len(temperatures)), torch.inf, dtype=torch.float64)
+        return CalibrationGrid(first, second, {"ece": nothing}, options["n_bins"], options["estimator"])
     # Differences to the largest logit, because float32 would round large logits.
     narrow = input - input.amax(1, keepdim=True) if options["input_kind"] == "logits" else input
     one_bin = {**options, "n_bins": 1, "estimator": "equal_width"}

@@ -33,7 +33,8 @@ from focalkern.study.study import Study
 __all__ = ["METHODS", "SCORES", "Sweep", "run_sweep", "sweep", "sweep_one", "sweep_settings"]
 
 _FORMAT = 3
-_STUDY = ("criterion", "folds", "seed")  # the settings that are not options of the reader
+_STUDY = ("criterion", "folds", "seed")
+_NO_READER = (*_STUDY, "all")  # the settings that are not options of the reader
 
 
 def sweep(
@@ -52,6 +53,7 @@ def sweep(
     labels_key: str | None = None,
     ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    all: bool = False,
     progress: bool | None = None,
 ) -> Sweep:
     """Compare the calibrators on each of many files.
@@ -74,6 +76,8 @@ def sweep(
         criterion, folds, seed: as :func:`focalkern.compare_calibrators`.
         labels, input_kind, logits_key, labels_key, ignore_index, storage_options: options for reading the files, as
             :func:`focalkern.files.read_sets`. The storage options are sent to the workers but written to no file.
+        all: also the methods ``"temperature, ECE"`` and ``"focal, ECE"``, the lowest ECE of the paper's grid, which
+            take more time than the focal fit.
         progress: True shows a bar; None shows it after two seconds in a terminal; False shows none.
 
     Returns:
@@ -91,7 +95,7 @@ def sweep(
     """
     progress = None if progress is None else flag("sweep", "progress", progress)
     settings = sweep_settings(
-        "sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options
+        "sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options, all
     )
     names = _names("sweep", files, storage_options)
     with ProgressBar(len(names), "sweep", "network", progress) as bar:
@@ -118,6 +122,7 @@ def sweep_one(
     labels_key: str | None = None,
     ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    all: bool = False,
 ) -> dict[str, Any]:
     """Compare the calibrators on one file: the task of a worker of :func:`sweep`.
 
@@ -125,7 +130,7 @@ def sweep_one(
 
     Args:
         path: a file as in :func:`sweep`.
-        criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options: as
+        criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options, all: as
             :func:`sweep`.
 
     Returns:
@@ -146,7 +151,17 @@ def sweep_one(
         True
     """
     settings = sweep_settings(
-        "sweep_one", criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options
+        "sweep_one",
+        criterion,
+        folds,
+        seed,
+        labels,
+        input_kind,
+        logits_key,
+        labels_key,
+        ignore_index,
+        storage_options,
+        all,
     )
     return _record(path_text("sweep_one", "path", path), settings, str)
 
@@ -240,6 +255,7 @@ def sweep_settings(
     labels_key: str | None = None,
     ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    all: bool = False,
 ) -> dict[str, Any]:
     """The checked options of every network, for JSON."""
     one_of(op, "criterion", criterion, PROPER)
@@ -255,6 +271,7 @@ def sweep_settings(
         "labels_key": labels_key,
         "ignore_index": ignore_index,
         "storage_options": None if storage_options is None else dict(storage_options),
+        "all": flag(op, "all", all),
     }
 
 
@@ -304,12 +321,12 @@ def _one_thread() -> Iterator[None]:
 def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception], str]) -> dict[str, Any]:
     """The record of one file, with its result or its error."""
     record = {"path": name, "error": None, "criterion": settings["criterion"]}
-    reader = {key: value for key, value in settings.items() if key not in _STUDY}
+    reader = {key: value for key, value in settings.items() if key not in _NO_READER}
     study_options = {key: settings[key] for key in _STUDY}
     try:
         with _one_thread():
             validation, test, split = _halves(read_sets(name, **reader), settings["seed"])
-            study = run_study(validation, test, resamples=0, brief=True, **study_options)
+            study = run_study(validation, test, resamples=0, brief=True, paper=settings["all"], **study_options)
     except Exception as error:  # an error in one file must not stop the others
         expected = isinstance(error, InputError | ValueError | OSError)
         reason = " ".join(words(error).removeprefix(f"{name}: ").split())
@@ -322,7 +339,7 @@ def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception],
         "split": split,
         "chosen": None if study.chosen is None else study.chosen.method,
         "use": study.verdict.use,
-        "figures": {method: finite_or_none(value) for method, value in _figures(study).items()},
+        "figures": {method: finite_or_none(value) for method, value in _figures(study, settings["all"]).items()},
     }
 
 
@@ -338,16 +355,17 @@ def _halves(sets: dict[str, LogitSet], seed: int) -> tuple[LogitSet, LogitSet, b
     return rows.rows(first, "a random half"), rows.rows(second, "the other half"), True
 
 
-def _figures(study: Study) -> dict[str, dict[str, float] | None]:
+def _figures(study: Study, all: bool) -> dict[str, dict[str, float] | None]:
     rows = {(row.method, row.criterion == "ece"): row.test for row in study.results}
     every = {
         "auto": None if study.chosen is None else study.chosen.test,
         "none": rows["none", False],
         "temperature": rows.get(("temperature", False)),
         "focal": rows.get(("focal-temperature", False)),
-        "temperature, ECE": rows.get(("temperature", True)),
-        "focal, ECE": rows.get(("focal-temperature", True)),
     }
+    if all:
+        every["temperature, ECE"] = rows.get(("temperature", True))
+        every["focal, ECE"] = rows.get(("focal-temperature", True))
     return {
         method: None if found is None else {name: found[name] for name in SCORES} for method, found in every.items()
     }

@@ -167,7 +167,7 @@ def test_the_frame_and_the_table_have_a_row_for_every_failure(files):
     pytest.importorskip("pandas")
     found = fk.sweep([files[0], "absent.npz", files[BAD]])
     frame = found.to_frame()
-    assert frame.shape[0] == len(sweep_module.METHODS) + 2
+    assert frame.shape[0] == len(found.methods) + 2
     assert frame.path.tolist()[-2:] == ["absent.npz", files[BAD]]
     assert frame.error.iloc[-2] == "expected a file, found nothing there" and frame.error.iloc[:-2].isna().all()
     assert frame.nll.iloc[0] == found.networks[0]["figures"]["auto"]["nll"]

@@ -52,7 +52,7 @@ COMMANDS = {
     "ece": (*CALIBRATE, "--bootstrap", "40", "--criterion", "ece"),
     "same_rows": ("calibrate", "val_logits.npy", "--temperatures", "0.1:5:0.1", "--bootstrap", "0"),
     "json": (*CALIBRATE, "--method", "histogram", "--bootstrap", "0", "--json"),
-    "sweep": ("sweep", "network.npz", "one_set.npz", "absent.npz", "--jobs", "1", "--report", "report"),
+    "sweep": ("sweep", "network.npz", "one_set.npz", "absent.npz", "--all", "--jobs", "1", "--report", "report"),
 }
 FILES = {
     "memory": ("report/report.json", "report/table.csv", "report/report.html", "calibrator.json"),

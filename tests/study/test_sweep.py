@@ -43,7 +43,7 @@ def files(tmp_path):
 
 
 def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
-    code, out, err = run("sweep", *files, "--report", tmp_path / "r", "--jobs", "1")
+    code, out, err = run("sweep", *files, "--all", "--report", tmp_path / "r", "--jobs", "1")
     assert code == 0, err
     assert err.splitlines() == [f"{place + 1} of 3: {name}" for place, name in enumerate(files)]
     document = json.loads((tmp_path / "r" / "sweep.json").read_text())
@@ -73,9 +73,22 @@ def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
     assert max(map(len, out.partition("Report:")[0].splitlines())) <= 100
 
     # A second run computes nothing and gives the same result.
-    code, again, err = run("sweep", *files, "--report", tmp_path / "r", "--jobs", "1")
+    code, again, err = run("sweep", *files, "--all", "--report", tmp_path / "r", "--jobs", "1")
     assert (code, again) == (0, out)
     assert all(line.endswith("(known)") for line in err.splitlines())
+    # Without --all the columns of the ECE are absent, and the others are the same bits.
+    code, brief, err = run("sweep", *files, "--report", tmp_path / "r", "--jobs", "1")
+    assert code == 0 and not any(line.endswith("(known)") for line in err.splitlines())
+    assert brief.splitlines()[2].split() == ["auto", "none", "temperature", "focal"]
+    fewer = json.loads((tmp_path / "r" / "sweep.json").read_text())
+    assert fewer["methods"] == ["auto", "none", "temperature", "focal"]
+    for ours, whole in zip(fewer["networks"], document["networks"], strict=True):
+        assert list(ours["figures"]) == fewer["methods"]
+        kept = {method: whole["figures"][method] for method in fewer["methods"]}
+        assert ours == {**whole, "figures": kept}
+    assert "with ECE" in page and "with ECE" not in (tmp_path / "r" / "sweep.html").read_text()
+    joined = Sweep.from_records([fewer["networks"][0], document["networks"][1]])
+    assert joined.methods == METHODS and math.isnan(joined.value(joined.networks[0], "focal, ECE", "nll"))
     # Another criterion is another task.
     fresh = []
     settings = sweep_settings(criterion="brier")
@@ -148,7 +161,7 @@ def test_several_processes_find_the_same(files, tmp_path):
     two = sweep(files[:2], jobs=2)
     for first, second in zip(one.networks, two.networks, strict=True):
         assert first["use"] == second["use"]
-        for method in METHODS:
+        for method in one.methods:
             assert first["figures"][method] == pytest.approx(second["figures"][method], rel=1e-9)
 
 

@@ -20,8 +20,10 @@ from focalkern.study.report import html
 __all__ = ["METHODS", "SCORES", "Sweep", "names_of"]
 
 METHODS = ("auto", "none", "temperature", "focal", "temperature, ECE", "focal, ECE")
-"""The columns of the tables: the choice of the cross-validation; no calibration; both scalings by the proper loss; both
-scalings by the ECE on the paper's grid."""
+"""The columns of the tables: the choice of the cross-validation; no calibration; both scalings by the proper loss; with
+``all=True`` both scalings by the ECE on the paper's grid."""
+
+_USUAL = METHODS[:4]
 
 SCORES = {**LOSS_NAMES, "ece_equal_width": "ECE (equal_width)"}
 
@@ -66,16 +68,22 @@ class Sweep:
         >>> np.savez("small.npz", logits=4 * np.eye(3)[(labels + (np.arange(400) % 5 == 0)) % 3], labels=labels)
         >>> found = fk.sweep(["small.npz"])
         >>> found.wins("nll")["temperature"]["none"], found.ranks("nll")["none"]
-        (1, 6.0)
-        >>> found.value(*found.networks, "none", "nll") > 0.6
-        True
+        (1, 4.0)
+        >>> found.value(*found.networks, "none", "nll") > 0.6, found.methods
+        (True, ('auto', 'none', 'temperature', 'focal'))
         >>> len(found.table("nll")), len(found.to_csv().splitlines()), found.to_html()[:15], "wins" in found.to_dict()
-        (5, 7, b'<!DOCTYPE html>', True)
+        (5, 5, b'<!DOCTYPE html>', True)
     """
 
     networks: tuple[dict[str, Any], ...]
     failed: dict[str, str]
     criterion: Proper
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The columns of the tables; those of the ECE only if a record has them (``all=True``)."""
+        found = {method for network in self.networks for method in network["figures"]}
+        return tuple(method for method in METHODS if method in _USUAL or method in found)
 
     @classmethod
     def from_records(cls, records: Iterable[Mapping[str, Any]]) -> Self:
@@ -138,7 +146,8 @@ class Sweep:
 
     def _values(self, figure: str) -> list[list[float]]:
         """For each network, the score of every method."""
-        return [[self.value(network, method, figure) for method in METHODS] for network in self.networks]
+        methods = self.methods
+        return [[self.value(network, method, figure) for method in methods] for network in self.networks]
 
     def ranks(self, figure: str) -> dict[str, float]:
         """The mean rank of every method over the networks; 1 is the lowest score, and ties get their mean rank.
@@ -152,11 +161,11 @@ class Sweep:
         Raises:
             KeyError: an unknown score.
         """
-        total = dict.fromkeys(METHODS, 0.0)
+        total = dict.fromkeys(self.methods, 0.0)
         for values in self._values(figure):
-            for method, value in zip(METHODS, values, strict=True):
+            for method, value in zip(total, values, strict=True):
                 below = sum([other < value for other in values])
-                total[method] += below + (values.count(value) + 1) / 2 if not math.isnan(value) else len(METHODS)
+                total[method] += below + (values.count(value) + 1) / 2 if not math.isnan(value) else len(total)
         return {method: rank / max(1, len(self.networks)) for method, rank in total.items()}
 
     def wins(self, figure: str) -> dict[str, dict[str, int]]:
@@ -171,8 +180,9 @@ class Sweep:
         Raises:
             KeyError: an unknown score.
         """
-        columns = list(zip(*self._values(figure), strict=True)) or [()] * len(METHODS)
-        every = dict(zip(METHODS, columns, strict=True))
+        methods = self.methods
+        columns = list(zip(*self._values(figure), strict=True)) or [()] * len(methods)
+        every = dict(zip(methods, columns, strict=True))
         return {
             one: {other: sum(map(operator.lt, ours, theirs)) for other, theirs in every.items()}
             for one, ours in every.items()
@@ -185,7 +195,7 @@ class Sweep:
             figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
 
         Returns:
-            Rows of cells under ``["network", *METHODS]``: the networks; the mean over networks with finite scores only;
+            Rows of cells under ``["network", *methods]``: the networks; the mean over networks with finite scores only;
             the mean ranks; and the number of networks on which a method is lower than none, and than temperature
             scaling.
 
@@ -195,19 +205,16 @@ class Sweep:
         every = self._values(figure)
         rows = [[network["name"], *map(_cell, values)] for network, values in zip(self.networks, every, strict=True)]
         finite = [values for values in every if all(map(math.isfinite, values))]
-        means = [sum(column) / len(finite) for column in zip(*finite, strict=True)] or [math.nan] * len(METHODS)
+        means = [sum(column) / len(finite) for column in zip(*finite, strict=True)] or [math.nan] * len(self.methods)
         ranks, wins = self.ranks(figure), self.wins(figure)
         everywhere = len(finite) == len(self.networks)
         rows.append(["mean" if everywhere else f"mean of the {len(finite)} that are finite", *map(_cell, means)])
-        rows.append(["mean rank", *(f"{ranks[method]:.2f}" for method in METHODS)])
+        rows.append(["mean rank", *(f"{rank:.2f}" for rank in ranks.values())])
         for other in ("none", "temperature"):
             rows.append(
                 [
                     f"lower than {other}",
-                    *(
-                        "" if method == other else f"{wins[method][other]} of {len(self.networks)}"
-                        for method in METHODS
-                    ),
+                    *("" if method == other else f"{wins[method][other]} of {len(self.networks)}" for method in ranks),
                 ]
             )
         return rows
@@ -222,7 +229,7 @@ class Sweep:
         return {
             "focalkern": __version__,
             "criterion": self.criterion,
-            "methods": list(METHODS),
+            "methods": list(self.methods),
             "networks": list(self.networks),
             "mean_ranks": {figure: self.ranks(figure) for figure in SCORES},
             "wins": {figure: self.wins(figure) for figure in SCORES},
@@ -302,9 +309,10 @@ class Sweep:
         return stream.getvalue()
 
     def _rows(self) -> Iterator[list[Any]]:
+        methods = self.methods
         for network in self.networks:
             sizes = [network["n_classes"], network["n_validation"], network["n_test"]]
-            for method in METHODS:
+            for method in methods:
                 values = [self.value(network, method, figure) for figure in SCORES]
                 yield [
                     network["name"],
@@ -329,13 +337,14 @@ class Sweep:
         tables = {"use": html.Table(["network", "verdict"], verdicts, text=True)}
         for score, heading in SCORES.items():
             caption = f"{heading} on test rows; lower is better."
-            tables[score] = html.Table(["network", *METHODS], self.table(score), caption)
+            tables[score] = html.Table(["network", *self.methods], self.table(score), caption)
         sections = {"use": "Recommendations", **SCORES, **({"failed": "Failed files"} if self.failed else {})}
         return html.render_page(
             "sweep.html.j2",
             title="Sweep",
             sections=sections,
             n_networks=len(self.networks),
+            with_ece=self.methods != _USUAL,
             loss=LOSS_NAMES[self.criterion],
             tables=tables,
             failed=[f"{name}: {reason}" for name, reason in self.failed.items()],
