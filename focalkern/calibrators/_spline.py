@@ -17,7 +17,8 @@ from focalkern.calibrators._robust_temperature import temperature_from_json
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS
-from focalkern.calibrators._spline_fit import LBFGS_STEPS, Fit, curve_derivatives
+from focalkern.calibrators._spline_fit import Fit, curve_derivatives
+from focalkern.calibrators._spline_linear import LBFGS_STEPS
 from focalkern.calibrators._spline_module import MapArguments, SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.ops.spline_map import map_by_pieces

@@ -5,14 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from focalkern.calibrators._spline_fit import (
+from focalkern.calibrators._spline_fit import NEWTON_DONE_IN_A_FOLD, Fit, Map, fit_curve
+from focalkern.calibrators._spline_linear import (
     LBFGS_DONE,
     LBFGS_DONE_IN_A_FOLD,
-    NEWTON_DONE_IN_A_FOLD,
-    Fit,
-    Map,
     Preconditioner,
-    fit_curve,
     fit_linear,
     precondition,
 )

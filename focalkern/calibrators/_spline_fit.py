@@ -1,4 +1,4 @@
-"""Fits of spline scaling: Newton steps for the curve, preconditioned L-BFGS for slopes, intercepts and matrices."""
+"""The objective of spline scaling with its derivatives, and Newton steps for the curve."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._lbfgs import Pair, minimise
+from focalkern.calibrators._lbfgs import Pair
 from focalkern.calibrators._row_source import MemoryRows
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.ops.spline_sums import spline_sums_for
 
-__all__ = ["Derivatives", "Fit", "Map", "curve_derivatives", "fit_curve", "fit_linear"]
+__all__ = [
+    "Derivatives",
+    "Fit",
+    "Map",
+    "arguments",
+    "blocks_in_memory",
+    "curve_derivatives",
+    "fit_curve",
+    "linear_gradient",
+    "strengths",
+]
 
 # With more logits than this, Newton's method starts on a part of the rows.
 _FEW = 4_000_000
@@ -20,14 +30,11 @@ _FEW = 4_000_000
 _NEWTON_STEPS = 40
 NEWTON_DONE = 1e-9  # of g' H^-1 g, on the scale of the mean loss
 NEWTON_DONE_IN_A_FOLD = 1e-7
-LBFGS_STEPS = 300
-LBFGS_DONE = 1e-4  # of the largest entry of the preconditioned gradient
-LBFGS_DONE_IN_A_FOLD = 3e-4
 
 # Largest number of values of x that a fit keeps in memory between evaluations.
 _KEPT = 1 << 24
 
-_Block = tuple[MemoryRows, Tensor]
+Block = tuple[MemoryRows, Tensor]
 """Rows and their x [n, C]."""
 
 
@@ -57,15 +64,6 @@ class Derivatives:
 
 
 @dataclass(frozen=True)
-class Preconditioner:
-    """Scales of the parameters: a root of the inverse Hessian for the curve, one number for each other parameter."""
-
-    curve: Tensor
-    weight: Tensor
-    bias: Tensor
-
-
-@dataclass(frozen=True)
 class Fit:
     """The result of a fit.
 
@@ -92,7 +90,7 @@ def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
     sums = torch.zeros(1 + n + n * n, dtype=torch.float64)
     for part, _, extra in _parts(rows, map):
         sums_of = spline_sums_for(part.input).spline_curve_sums
-        value, slopes, curvature = sums_of(*_arguments(rows, part, map, extra))
+        value, slopes, curvature = sums_of(*arguments(rows, part, map, extra))
         sums[0] += value
         sums[1 : 1 + n] += slopes
         sums[1 + n :] += curvature.reshape(-1)
@@ -106,7 +104,7 @@ def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
 
 
 def _parts(
-    rows: SplineRows, map: Map, blocks: Sequence[_Block] | None = None
+    rows: SplineRows, map: Map, blocks: Sequence[Block] | None = None
 ) -> Iterator[tuple[MemoryRows, Tensor | None, Tensor | None]]:
     """Blocks (rows, x, D x) for a matrix; otherwise the parts of the source as (rows, None, None)."""
     if map.weight is None or map.weight.dim() == 1:
@@ -118,18 +116,18 @@ def _parts(
             yield block, x, x @ transposed
 
 
-def _blocks_of(rows: SplineRows) -> Iterator[_Block]:
+def _blocks_of(rows: SplineRows) -> Iterator[Block]:
     return ((block, rows.log_probs(block)) for part in rows.source.parts() for block in part.blocks())
 
 
-def _blocks_in_memory(rows: SplineRows) -> Sequence[_Block] | None:
+def blocks_in_memory(rows: SplineRows) -> Sequence[Block] | None:
     """Blocks of rows with their x, kept for many evaluations; None if the rows are not in memory or too many."""
     source = rows.source
     few = isinstance(source, MemoryRows) and len(source.target) * rows.n_classes <= _KEPT
     return list(_blocks_of(rows)) if few else None
 
 
-def _arguments(rows: SplineRows, part: MemoryRows, map: Map, extra: Tensor | None) -> tuple[Any, ...]:
+def arguments(rows: SplineRows, part: MemoryRows, map: Map, extra: Tensor | None) -> tuple[Any, ...]:
     """The arguments of the functions of :mod:`focalkern.fallback.spline_sums`."""
     vector = None if map.weight is None or map.weight.dim() == 2 else map.weight
     spline, is_probs = rows.spline, rows.input_kind == "probs"
@@ -190,66 +188,10 @@ def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
     return -torch.linalg.solve(hessian + ridge, gradient)
 
 
-def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Preconditioner:
-    """The preconditioner from the Hessian at the scalar optimum ``map``."""
-    n_classes, device = rows.n_classes, rows.device
-    root = torch.linalg.inv(torch.linalg.cholesky(hessian)).T
-    shape = (n_classes,) if kind == "vector" else (n_classes, n_classes)
-    curvature = torch.zeros(shape, dtype=torch.float64, device=device)
-    of_one = torch.zeros(n_classes, dtype=torch.float64, device=device)
-    for part in rows.source.parts():
-        sums_of = spline_sums_for(part.input).spline_linear_sums
-        for block in part.blocks():
-            once = replace(block, weight=torch.ones_like(block.weight))
-            p = sums_of(*_arguments(rows, once, map, None), True)[-1]  # softmax minus one-hot
-            labels = block.target.unsqueeze(1)
-            p.scatter_add_(1, labels, torch.ones_like(labels, dtype=p.dtype))
-            p = p * (1 - p) * (block.weight / rows.weight_sum).unsqueeze(1)
-            of_one += p.sum(0)
-            square = rows.log_probs(block).square()
-            curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
-    curvature, of_one = rows.source.add_up(curvature), rows.source.add_up(of_one)
-    of_weight, of_bias = strengths(rows, curvature)
-    return Preconditioner(root, (curvature + 2 * of_weight).rsqrt(), (of_one + 2 * of_bias).rsqrt())
-
-
-def fit_linear(
-    rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE, pairs: Sequence[Pair] = ()
-) -> Fit:
-    """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has weight and bias.
-
-    ``pairs`` are the curvature pairs of a fit with the same preconditioner to nearly the same rows.
-    """
-    assert start.weight is not None and start.bias is not None
-    device, n_curve = rows.device, len(start.curve)
-    sizes = [n_curve, start.weight.numel(), rows.n_classes]
-    blocks = None if start.weight.dim() == 1 else _blocks_in_memory(rows)
-    penalties = strengths(rows, start.weight)
-
-    def at(point: Tensor) -> Map:
-        assert start.weight is not None and start.bias is not None
-        curve, weight, bias = point.split(sizes)
-        return Map(
-            start.curve + scales.curve @ curve.cpu(),
-            start.weight + scales.weight * weight.reshape(start.weight.shape),
-            start.bias + scales.bias * bias,
-        )
-
-    def objective(point: Tensor) -> tuple[float, Tensor]:
-        value, slopes = linear_gradient(rows, at(point), blocks, penalties)
-        assert slopes.weight is not None and slopes.bias is not None
-        of_curve = (scales.curve.T @ slopes.curve).to(device)
-        return value, torch.cat([of_curve, (slopes.weight * scales.weight).reshape(-1), slopes.bias * scales.bias])
-
-    zero = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-    found = minimise(objective, zero, done=done, steps=LBFGS_STEPS, pairs=pairs)
-    return Fit(at(found.point), found.value, found.evaluations, found.converged, pairs=found.pairs)
-
-
 def linear_gradient(
     rows: SplineRows,
     map: Map,
-    blocks: Sequence[_Block] | None = None,
+    blocks: Sequence[Block] | None = None,
     penalties: tuple[Tensor, float] | None = None,
 ) -> tuple[float, Map]:
     """J / W with its gradient in all parameters of a vector or matrix.
@@ -257,7 +199,7 @@ def linear_gradient(
     Args:
         rows: the rows.
         map: the parameters.
-        blocks: result of :func:`_blocks_in_memory`.
+        blocks: result of :func:`blocks_in_memory`.
         penalties: result of :func:`strengths`, if known.
     """
     assert map.weight is not None and map.bias is not None
@@ -266,7 +208,7 @@ def linear_gradient(
     sums: Tensor | None = None
     for part, x, extra in _parts(rows, map, blocks):
         sums_of = spline_sums_for(part.input).spline_linear_sums
-        value, of_curve, of_classes, of_one, slopes = sums_of(*_arguments(rows, part, map, extra), not vector)
+        value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), not vector)
         of_linear = of_classes if x is None else (slopes.T @ x).reshape(-1)
         first = (torch.tensor([value], dtype=torch.float64), of_curve)
         found = torch.cat([*(one.to(device) for one in first), of_linear, of_one])

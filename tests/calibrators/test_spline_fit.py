@@ -16,7 +16,8 @@ from focalkern.calibrators._row_source import memory_rows
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import find_knots, robust_temperature
-from focalkern.calibrators._spline_fit import Map, curve_derivatives, fit_curve, fit_linear, linear_gradient
+from focalkern.calibrators._spline_fit import Map, curve_derivatives, fit_curve, linear_gradient
+from focalkern.calibrators._spline_linear import fit_linear
 from focalkern.calibrators._spline_order import keeps_order, order_conditions
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.fallback import spline_sums
