@@ -44,6 +44,18 @@ class NaturalSpline:
         powers = offset.unsqueeze(1) ** torch.arange(4, dtype=u.dtype)
         return torch.einsum("nk,nkm->nm", powers, self.basis[piece])
 
+    def columns(self, u: Tensor) -> Tensor:
+        """[k, m, n] for u [k, n]: as :meth:`rows`, from a line and a cubic per knot, in fewer operations.
+
+        Beyond the last knot the cubics cancel, which costs some digits.
+        """
+        knots, basis = self.knots.to(u.device), self.basis.to(u.device)
+        terms = u.new_ones(len(u), len(knots) + 2, u.shape[1])
+        torch.sub(u, knots[0], out=terms[:, 1])
+        above = (u.unsqueeze(1) - knots.unsqueeze(1)).clamp_(min=0)
+        torch.mul(above * above, above, out=terms[:, 2:])
+        return torch.cat([basis[0, :2], basis[1:, 3] - basis[:-1, 3]]).T @ terms
+
     def penalty(self) -> Tensor:
         r"""[m + 1, m + 1]: the quadratic form of the penalty of (a, f).
 

@@ -1,60 +1,117 @@
 """Fits of the slopes, intercepts and matrices of spline scaling: preconditioned L-BFGS."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from focalkern.calibrators._lbfgs import Pair, minimise
+from focalkern.calibrators._spline_curvature import linear_hessian, softmax_of
 from focalkern.calibrators._spline_fit import (
     Fit,
     Map,
-    arguments,
     blocks_in_memory,
     linear_gradient,
     strengths,
 )
 from focalkern.calibrators._spline_rows import SplineRows
-from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["LBFGS_DONE", "LBFGS_DONE_IN_A_FOLD", "LBFGS_STEPS", "Preconditioner", "fit_linear", "precondition"]
+
+# With more classes the Hessian takes longer than the evaluations that it spares.
+_FEW_CLASSES = 15
 
 LBFGS_STEPS = 300
 LBFGS_DONE = 1e-4  # of the largest entry of the preconditioned gradient
 LBFGS_DONE_IN_A_FOLD = 3e-4
 
 
+class Preconditioner(Protocol):
+    """From a point r to a step in all parameters, linear in r, and back from their gradient to that in r."""
+
+    def step(self, point: Tensor) -> Map: ...
+
+    def gradient(self, slopes: Map) -> Tensor: ...
+
+
 @dataclass(frozen=True)
-class Preconditioner:
-    """Scales of the parameters: the curve by a root of its inverse Hessian, the others one by one."""
+class Scales:
+    """The curve by a root of its inverse Hessian, the others one by one."""
 
     curve: Tensor
     weight: Tensor
     bias: Tensor
 
+    def step(self, point: Tensor) -> Map:
+        curve, weight, bias = point.split([len(self.curve), self.weight.numel(), len(self.bias)])
+        return Map(self.curve @ curve.cpu(), self.weight * weight.reshape(self.weight.shape), self.bias * bias)
+
+    def gradient(self, slopes: Map) -> Tensor:
+        assert slopes.weight is not None and slopes.bias is not None
+        of_curve = (self.curve.T @ slopes.curve).to(self.bias.device)
+        return torch.cat([of_curve, (slopes.weight * self.weight).reshape(-1), slopes.bias * self.bias])
+
+
+@dataclass(frozen=True)
+class Root:
+    """All parameters by a root of their inverse Hessian, in the order of :func:`linear_hessian`.
+
+    Attributes:
+        root: [P, P].
+        transposed: its transpose.
+        n_curve: m + 1.
+        n_classes: C.
+    """
+
+    root: Tensor
+    transposed: Tensor
+    n_curve: int
+    n_classes: int
+
+    def step(self, point: Tensor) -> Map:
+        step = self.root @ point
+        of_classes = step[self.n_curve :].reshape(self.n_classes, -1)
+        weight = of_classes[:, :-1] if of_classes.shape[1] > 2 else of_classes[:, 0]
+        return Map(step[: self.n_curve].cpu(), weight, of_classes[:, -1])
+
+    def gradient(self, slopes: Map) -> Tensor:
+        assert slopes.weight is not None and slopes.bias is not None
+        of_classes = torch.cat([slopes.weight.reshape(self.n_classes, -1), slopes.bias.unsqueeze(1)], 1)
+        return self.transposed @ torch.cat([slopes.curve.to(of_classes.device), of_classes.reshape(-1)])
+
 
 def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Preconditioner:
-    """Scales at the scalar optimum ``map``, with its Hessian."""
+    """Scales at the scalar optimum ``map`` with its Hessian in the curve: a root of that in all, if they are few."""
+    n_curve, n_classes = len(map.curve), rows.n_classes
+    if n_classes <= _FEW_CLASSES:
+        factor, failed = torch.linalg.cholesky_ex(linear_hessian(rows, map, hessian, kind))
+        if not bool(failed):
+            one = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+            transposed = torch.linalg.solve_triangular(factor, one, upper=False)
+            return Root(transposed.T.contiguous(), transposed, n_curve, n_classes)
+    return _scales(rows, map, hessian, kind)
+
+
+def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
+    """Scales at ``map``, with the Hessian in the curve."""
     n_classes, device = rows.n_classes, rows.device
     root = torch.linalg.inv(torch.linalg.cholesky(hessian)).T
     shape = (n_classes,) if kind == "vector" else (n_classes, n_classes)
     curvature = torch.zeros(shape, dtype=torch.float64, device=device)
     of_one = torch.zeros(n_classes, dtype=torch.float64, device=device)
     for part in rows.source.parts():
-        sums_of = spline_sums_for(part.input).spline_linear_sums
         for block in part.blocks():
-            once = replace(block, weight=torch.ones_like(block.weight))
-            p = sums_of(*arguments(rows, once, map, None), True)[-1]  # softmax minus one-hot
-            labels = block.target.unsqueeze(1)
-            p.scatter_add_(1, labels, torch.ones_like(labels, dtype=p.dtype))
+            x = rows.log_probs(block)
+            p = softmax_of(rows, block, map, x)
             p = p * (1 - p) * (block.weight / rows.weight_sum).unsqueeze(1)
             of_one += p.sum(0)
-            square = rows.log_probs(block).square()
+            square = x.square()
             curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
     curvature, of_one = rows.source.add_up(curvature), rows.source.add_up(of_one)
     of_weight, of_bias = strengths(rows, curvature)
-    return Preconditioner(root, (curvature + 2 * of_weight).rsqrt(), (of_one + 2 * of_bias).rsqrt())
+    return Scales(root, (curvature + 2 * of_weight).rsqrt(), (of_one + 2 * of_bias).rsqrt())
 
 
 def fit_linear(
@@ -65,26 +122,20 @@ def fit_linear(
     ``pairs`` come from a fit with the same scales to nearly the same rows.
     """
     assert start.weight is not None and start.bias is not None
-    device, n_curve = rows.device, len(start.curve)
-    sizes = [n_curve, start.weight.numel(), rows.n_classes]
     blocks = None if start.weight.dim() == 1 else blocks_in_memory(rows)
     penalties = strengths(rows, start.weight)
+    size = len(start.curve) + start.weight.numel() + rows.n_classes
 
     def at(point: Tensor) -> Map:
         assert start.weight is not None and start.bias is not None
-        curve, weight, bias = point.split(sizes)
-        return Map(
-            start.curve + scales.curve @ curve.cpu(),
-            start.weight + scales.weight * weight.reshape(start.weight.shape),
-            start.bias + scales.bias * bias,
-        )
+        step = scales.step(point)
+        assert step.weight is not None and step.bias is not None
+        return Map(start.curve + step.curve, start.weight + step.weight, start.bias + step.bias)
 
     def objective(point: Tensor) -> tuple[float, Tensor]:
         value, slopes = linear_gradient(rows, at(point), blocks, penalties)
-        assert slopes.weight is not None and slopes.bias is not None
-        of_curve = (scales.curve.T @ slopes.curve).to(device)
-        return value, torch.cat([of_curve, (slopes.weight * scales.weight).reshape(-1), slopes.bias * scales.bias])
+        return value, scales.gradient(slopes)
 
-    zero = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    zero = torch.zeros(size, dtype=torch.float64, device=rows.device)
     found = minimise(objective, zero, done=done, steps=LBFGS_STEPS, pairs=pairs)
     return Fit(at(found.point), found.value, found.evaluations, found.converged, pairs=found.pairs)

@@ -10,9 +10,10 @@ from conftest import assert_close
 
 import focalkern as fk
 from focalkern import reference
-from focalkern.calibrators import _row_source, _spline_fit
+from focalkern.calibrators import _row_source, _spline_curvature, _spline_fit, _spline_linear
 from focalkern.calibrators import _spline_features as parts
 from focalkern.calibrators._row_source import memory_rows
+from focalkern.calibrators._spline_curvature import linear_hessian
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import find_knots, robust_temperature
@@ -196,9 +197,8 @@ def objective(rows, map, logits, kind="logits"):
     return (-(source.weight @ of_target) + rows.factor * penalty) / total
 
 
-@pytest.mark.parametrize("n_classes", [2, 3, 50])
-@pytest.mark.parametrize("case", ["plain", "weights", "zeros", "few knots"])
-def test_gradient_and_hessian_are_those_of_the_definition(n_classes, case):
+def rows_of_case(n_classes, case):
+    """Rows, their input and its kind."""
     logits, target = draw(60, n_classes)
     weight, kind = None, "logits"
     if case == "weights":
@@ -211,6 +211,13 @@ def test_gradient_and_hessian_are_those_of_the_definition(n_classes, case):
     if case == "few knots":
         spline = NaturalSpline(torch.tensor([-3.0, -1.0, 0.0, 2.0], dtype=torch.float64))
         rows = dataclasses.replace(rows, spline=spline, penalty=spline.penalty())
+    return rows, logits, kind
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 50])
+@pytest.mark.parametrize("case", ["plain", "weights", "zeros", "few knots"])
+def test_gradient_and_hessian_are_those_of_the_definition(n_classes, case):
+    rows, logits, kind = rows_of_case(n_classes, case)
     random = torch.Generator().manual_seed(5)
     curve = 0.3 * torch.randn(len(rows.spline.knots) + 1, dtype=torch.float64, generator=random)
 
@@ -242,6 +249,28 @@ def test_gradient_and_hessian_are_those_of_the_definition(n_classes, case):
             assert value == pytest.approx(found.value, rel=1e-12)
             for ours, theirs in zip((gradient.curve, gradient.weight, gradient.bias), slopes, strict=True):
                 assert ours.numpy() == pytest.approx(theirs.numpy(), rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 5])
+@pytest.mark.parametrize("case", ["plain", "weights", "zeros", "few knots"])
+def test_the_hessian_in_all_parameters_is_that_of_the_definition(n_classes, case, monkeypatch):
+    """At the free curve, where it scales the search; in blocks of rows too."""
+    rows, logits, kind = rows_of_case(n_classes, case)
+    free = fit_curve(rows)
+    n_curve = len(free.map.curve)
+    for member, n_own in (("vector", 2), ("matrix", n_classes + 1)):
+
+        def value(point, n_own=n_own):
+            of_classes = point[n_curve:].reshape(n_classes, n_own)
+            weight = of_classes[:, 0] if n_own == 2 else of_classes[:, :-1]
+            return objective(rows, Map(point[:n_curve], weight, of_classes[:, -1]), logits, kind)
+
+        start = torch.cat([free.map.curve, torch.zeros(n_classes * n_own, dtype=torch.float64)])
+        expected = torch.autograd.functional.hessian(value, start)
+        for block in (1 << 14, 40 * n_classes):
+            monkeypatch.setattr(_spline_curvature, "_BLOCK", block)
+            found = linear_hessian(rows, free.map, free.derivatives.hessian, member)
+            assert found.numpy() == pytest.approx(expected.numpy(), rel=1e-7, abs=1e-9)
 
 
 # -- optima ----------------------------------------------------------------------------------------------------------
@@ -282,6 +311,20 @@ def test_every_start_ends_at_one_optimum(n_classes):
             log_probs(rows, optimum.map, logits).numpy(), rel=1e-6, abs=1e-6
         )
         assert family[kind].value == pytest.approx(optimum.value, abs=2e-6)
+
+
+def test_the_scales_of_the_search_do_not_move_its_optimum(monkeypatch):
+    """A root of the Hessian in all parameters, in few steps, and scales of each parameter, as many classes have."""
+    logits, target = draw(500, 6)
+    rows = rows_of(logits, target)
+    few = fit_family(rows, MEMBERS)
+    monkeypatch.setattr(_spline_linear, "_FEW_CLASSES", 0)
+    many = fit_family(rows, MEMBERS)
+    for kind in ("vector", "matrix"):
+        assert few[kind].value == pytest.approx(many[kind].value, abs=2e-6)
+        assert few[kind].passes <= 8 < many[kind].passes
+        probs = [log_probs(rows, one[kind].map, logits).exp().numpy() for one in (few, many)]
+        assert probs[0] == pytest.approx(probs[1], rel=0, abs=2e-3)
 
 
 def crossing(n=3000, n_classes=3):
