@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern._types import Proper
-from focalkern.calibrators._candidates import fit_one, keeps_predictions, log_proba
+from focalkern._types import InputKind, Proper
+from focalkern.calibrators._candidates import fit_one, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import fold_of
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
@@ -18,6 +18,7 @@ from focalkern.calibrators._selection import CandidateScore, CrossValidation, de
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_features import masks_zeros
 from focalkern.calibrators._spline_folds import FoldOf, Predict, SplineFolds, why_not
+from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = [
     "ZEROS",
@@ -68,19 +69,24 @@ def cross_validate(
         stopped: tuple[str, ...] = ()
         try:
             excluded = splines.why_not(candidate)
-            fitted = None if excluded else splines.fitted(candidate) or fit_one(candidate, input, labels, weight=weight)
+            if name == "none":  # which has nothing to fit
+                fitted, *of_none = _without_calibration(input, labels, candidate.input_kind, criterion, weight)
+                loss, brier = of_none if folds else (loss, brier)
+            else:
+                fitted = (
+                    None if excluded else splines.fitted(candidate) or fit_one(candidate, input, labels, None, weight)
+                )
             if isinstance(fitted, RobustTemperatureScaling):
                 splines.temperatures[fitted.input_kind] = fitted.temperature_
-            for k in range(0 if excluded else folds):
-                held_out, part = fold == k, fitted
+            for k in range(0 if excluded or name == "none" else folds):
+                held_out = fold == k
                 if isinstance(candidate, SplineScaling):
                     log_probs = splines.held_out(candidate, k)(input[held_out].to(torch.float64))
                 else:
-                    if name != "none":  # no calibration needs no fit
-                        kept = ~held_out
-                        of_fit = None if weight is None else weight[kept]
-                        part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
-                        stopped = stopped or getattr(part, "at_border_", ())
+                    kept = ~held_out
+                    of_fit = None if weight is None else weight[kept]
+                    part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
+                    stopped = stopped or getattr(part, "at_border_", ())
                     log_probs = log_proba(part, input[held_out])
                 loss[held_out] = losses_of(log_probs, labels[held_out], criterion).cpu()
                 brier[held_out] = losses_of(log_probs, labels[held_out], "brier").cpu()
@@ -106,6 +112,18 @@ def cross_validate(
     difference = (briers[found.chosen] - briers[0]).unsqueeze(0)
     pairs = weighted_pairs(difference, torch.ones(rows, dtype=torch.float64) if weight is None else weight.cpu())
     return replace(found, brier=pairs(0, None)) if folds else found
+
+
+def _without_calibration(
+    input: Tensor, labels: Tensor, input_kind: InputKind, criterion: Proper, weight: Tensor | None
+) -> tuple[Any, Tensor, Tensor]:
+    """No calibration as a fitted calibrator, and the losses [N] and Brier scores [N] of all rows on the CPU."""
+    log_probs = focal_calibration_map(input.to(torch.float64), 0.0, 1.0, input_kind=input_kind, log=True)
+    brier = losses_of(log_probs, labels, "brier")
+    loss = brier if criterion == "brier" else losses_of(log_probs, labels, criterion)
+    mean = brier.mean() if weight is None else (brier * weight).sum() / weight.sum()
+    rows, n_classes = input.shape
+    return fitted_identity(input_kind, float(mean), n_samples=rows, n_classes=n_classes), loss.cpu(), brier.cpu()
 
 
 ZEROS = "gives probability 0 to classes that occur in other rows"

@@ -39,8 +39,7 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
         members: some of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
         near: the family fitted to nearly the same rows (for a fold: to all rows). Every fit starts from it.
     """
-    free = fit_curve(rows) if near is None else fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD)
-    assert free.derivatives is not None
+    free = fit_curve(rows) if near is None else fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD, True)
     fits = {"free": free}
     scales: dict[str, Preconditioner] = {}
     if "scalar" in members:
@@ -49,6 +48,7 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
         if kind not in members and not (kind == "vector" and "matrix" in members):
             continue
         if near is None:
+            assert free.derivatives is not None
             scales[kind] = precondition(rows, free.map, free.derivatives.hessian, kind)
             start = fits["vector"].map if kind == "matrix" else free.map
             nothing = torch.zeros(rows.n_classes, dtype=torch.float64, device=rows.device)

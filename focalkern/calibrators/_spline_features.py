@@ -30,6 +30,7 @@ KNOT_GAP = 0.25
 
 _LOG_T = 6.0  # the search is for log T on [-6, 6]
 _GRID_STEP = 0.5
+_NEAR_STEP = 0.03  # from T of nearly the same rows
 _GRID_SIZE = 200_000
 _LOWEST = 1000.0  # a logit further below the maximum of its row counts as this far below
 
@@ -133,31 +134,33 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
         value, slope = temperature_sums(rows, input_kind, beta, floor)
         return value + log_t**2 / (2 * weight_sum), log_t / weight_sum - beta * slope
 
+    step = _GRID_STEP
     if near is not None:
-        start = min(max(math.log(near / scale), -_LOG_T), _LOG_T)
+        start, step = min(max(math.log(near / scale), -_LOG_T), _LOG_T), _NEAR_STEP
     else:
         few = source.every(max(1, -(-source.n_rows * source.n_classes // _GRID_SIZE)))
         grid = [-_LOG_T + _GRID_STEP * i for i in range(round(2 * _LOG_T / _GRID_STEP) + 1)]
         start = grid[int(objective(grid, few)[0].argmin())]
-    return scale * math.exp(_root(lambda log_t: float(objective([log_t], source)[1]), start))
+    return scale * math.exp(_root(lambda log_t: float(objective([log_t], source)[1]), start, step))
 
 
-def _root(slope: Callable[[float], float], start: float) -> float:
+def _root(slope: Callable[[float], float], start: float, step: float) -> float:
     """The point near ``start`` at which the slope changes from negative to positive, by secants inside a bracket; an
-    end of the range if no such point exists."""
+    end of the range if no such point exists. Each step towards a bracket is twice as long as the one before, up to the
+    step of the grid."""
     low = high = start
     of_low = of_high = slope(start)
     while of_low > 0:
         if low <= -_LOG_T:
             return -_LOG_T
         high, of_high = low, of_low
-        low -= _GRID_STEP
+        low, step = low - step, min(2 * step, _GRID_STEP)
         of_low = slope(low)
     while of_high <= 0:
         if high >= _LOG_T:
             return _LOG_T
         low, of_low = high, of_high
-        high += _GRID_STEP
+        high, step = high + step, min(2 * step, _GRID_STEP)
         of_high = slope(high)
     side, middle = 0, start
     for _ in range(100):

@@ -72,7 +72,7 @@ class Fit:
         value: J / W at the optimum.
         passes: number of passes over the rows.
         converged: whether the fit ended before its last permitted step.
-        derivatives: those in the curve at the optimum; None after L-BFGS.
+        derivatives: those in the curve at the optimum; None after L-BFGS and of a brief fit.
         pairs: the curvature pairs of L-BFGS.
     """
 
@@ -154,8 +154,11 @@ def _linear_penalty(rows: SplineRows, map: Map) -> float:
     return float((of_weight * map.weight.square()).sum() + of_bias * map.bias.square().sum())
 
 
-def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTON_DONE) -> Fit:
-    """Newton's method in (a, f) from ``start``; None starts from the identity."""
+def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTON_DONE, brief: bool = False) -> Fit:
+    """Newton's method in (a, f) from ``start``; None starts from the identity.
+
+    ``brief`` takes the last step without derivatives at its end, and its value from the quadratic model.
+    """
     curve, passes = torch.zeros(len(rows.spline.knots) + 1, dtype=torch.float64), 0
     if start is not None:
         curve = start
@@ -169,6 +172,8 @@ def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTO
         step = newton_step(here.gradient, here.hessian)
         decrement = -float(here.gradient @ step)
         last = decrement < done
+        if last and brief:
+            return Fit(Map(curve + step), here.value - decrement / 2, passes)
         for _ in range(40):
             there = curve_derivatives(rows, Map(curve + step))
             if last or there.value <= here.value - 1e-4 * decrement:

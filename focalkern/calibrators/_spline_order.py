@@ -62,9 +62,10 @@ def keeps_order(spline: NaturalSpline, n_classes: int, curve: Tensor) -> bool:
 def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
     """The optimum under the constraints, by sequential quadratic programming from the free optimum."""
     conditions, constant = order_conditions(rows.spline, rows.n_classes, _POINTS, _MIRRORED)
-    assert free.derivatives is not None
     curve, here, passes = free.map.curve, free.derivatives, free.passes
     if bool((conditions @ curve + constant < 0).any()):
+        if here is None:
+            here, passes = curve_derivatives(rows, free.map), passes + 1
         for turn in range(_PASSES):
             step = _quadratic_program(here, curve, conditions, constant) - curve
             there = curve_derivatives(rows, Map(curve + step))
@@ -86,7 +87,7 @@ def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
         factor = float((constant / -moved).where(moved < 0, torch.inf).min())
         curve = curve * min(1.0, factor) * (1 - 1e-9)
         here, passes = curve_derivatives(rows, Map(curve)), passes + 1
-    return Fit(Map(curve), here.value, passes, free.converged, here)
+    return Fit(Map(curve), free.value if here is None else here.value, passes, free.converged, here)
 
 
 def _quadratic_program(here: Derivatives, at: Tensor, conditions: Tensor, constant: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ __all__ = ["compare_calibrators", "run_study"]
 
 _OP = "compare_calibrators"
 _CRITERIA = ("nll", "brier", "ece")
+_SHOWN = ("none", "temperature")  # candidates that a sweep shows, beside the chosen one
 
 
 def compare_calibrators(
@@ -287,7 +288,12 @@ def run_study(
         if by_derivatives or (search == "grid" and binning is None):
             keys = [(one.method, one.criterion) for one in results]
             chosen = keys.index((method, criterion)) if (method, criterion) in keys else None
-    only_test = ("accuracy", "nll", "brier", f"ece_{report_estimator}") if brief else None
+    only_test = None
+    if brief:  # without the candidates that a sweep does not show
+        winner = None if chosen is None else results[chosen]
+        results = [one for one in results if one is winner or not one.cross_validated or one.method in _SHOWN]
+        chosen = next((place for place, one in enumerate(results) if one is winner), None)
+        only_test = ("accuracy", "nll", "brier", f"ece_{report_estimator}")
     results = scored(results, validation, test, n_bins, only_test)
     n_resamples = default_resamples(test) if resamples is None else resamples
     n_resamples = n_resamples if test.processes.rank == 0 else 0  # only rank 0 has the results

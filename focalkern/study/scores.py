@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
-from focalkern.calibrators import Calibrator, Estimator, InputKind, TemperatureScaling
-from focalkern.calibrators._candidates import fitted_identity, log_proba
+from focalkern.calibrators import Calibrator, Estimator, InputKind, SplineScaling, TemperatureScaling
+from focalkern.calibrators._candidates import fitted_identity, keeps_predictions, log_proba
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
 from focalkern.streaming import CalibrationGridState
@@ -52,6 +52,8 @@ def predictions(calibrator: Any, input: Tensor) -> Tensor | None:
     """
     if _cell(calibrator) is not None:
         return input.argmax(-1)
+    if isinstance(calibrator, SplineScaling) and not keeps_predictions(calibrator):
+        return None
     if isinstance(calibrator, Calibrator):
         return torch.as_tensor(calibrator.predict(input.to(torch.float64)))
     return None
