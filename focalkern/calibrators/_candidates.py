@@ -12,9 +12,11 @@ from torch import Tensor
 from focalkern._checks import short
 from focalkern._types import InputKind, Proper
 from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._focal_temperature import FocalTemperatureScaling
 from focalkern.calibrators._isotonic import IsotonicCalibration
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
+from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._structured import StructuredScaling
 from focalkern.calibrators._temperature import TemperatureScaling
@@ -25,6 +27,7 @@ __all__ = [
     "DEFAULT_CANDIDATES",
     "as_candidates",
     "fit_one",
+    "fit_to_source",
     "fitted_identity",
     "identity",
     "keeps_predictions",
@@ -151,8 +154,6 @@ def fit_one(candidate: Any, input: Tensor, labels: Tensor, near: Any = None, wei
     if isinstance(fresh, FocalTemperatureScaling) and near is not None:
         fresh.fit_quietly(input, labels, weight, near=(near.gamma_, near.temperature_))
     elif isinstance(fresh, Calibrator):
-        if isinstance(fresh, RobustTemperatureScaling) and near is not None:
-            fresh._near = near.temperature_
         fresh.fit_quietly(input, labels, weight)
     elif weight is None:
         fresh.fit(input.cpu().numpy(), labels.cpu().numpy())
@@ -160,6 +161,23 @@ def fit_one(candidate: Any, input: Tensor, labels: Tensor, near: Any = None, wei
         fresh.fit(input.cpu().numpy(), labels.cpu().numpy(), sample_weight=weight.cpu().numpy())
     else:
         raise TypeError("its fit has no sample_weight")
+    return fresh
+
+
+def fit_to_source(candidate: Any, source: RowSource, counts: Tensor, near: Any = None) -> Any:
+    """A fitted copy of a robust temperature scaling or a spline scaling, without warnings.
+
+    Args:
+        source: checked rows.
+        counts: [C], rows per class.
+        near: as :func:`fit_one`, of a robust temperature scaling.
+    """
+    fresh = copy.deepcopy(candidate)
+    fresh._check_parameters()
+    if near is not None:
+        fresh._near = near.temperature_
+    fresh._become(fresh._fit_source(source), Layout(source.n_classes), n_samples=source.n_rows)
+    fresh.warnings_ = tuple(fresh._warnings_of(counts))
     return fresh
 
 

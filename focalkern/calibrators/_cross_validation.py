@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind, Proper
-from focalkern.calibrators._candidates import fit_one, fitted_identity, keeps_predictions, log_proba
+from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import fold_of
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
@@ -61,10 +61,12 @@ def cross_validate(
     folds = folds if folds > 1 else 0
     on_device, counts = fold.to(input.device), torch.bincount(labels, minlength=input.shape[1])
     source = rows_of(FitData(input, labels, weight))
+    order, sizes = fold.argsort(stable=True), torch.bincount(fold, minlength=folds).tolist()
+    of_folds = [(places, input[places], labels[places]) for places in order.to(input.device).split(sizes)]
     splines = SplinesByPenalty(source, candidates, lambda number: on_device[number], folds, counts)
     entries, losses, briers = [], [], []
     for name, candidate in candidates.items():
-        loss, brier = torch.full((2, rows), math.nan, dtype=torch.float64)
+        loss, brier = torch.full((2, rows), math.nan, dtype=torch.float64, device=input.device)
         excluded, fitted = "", None
         stopped: tuple[str, ...] = ()
         try:
@@ -79,17 +81,20 @@ def cross_validate(
             if isinstance(fitted, RobustTemperatureScaling):
                 splines.temperatures[fitted.input_kind] = fitted.temperature_
             for k in range(0 if excluded or name == "none" else folds):
-                held_out = fold == k
+                places, held_out, truth = of_folds[k]
                 if isinstance(candidate, SplineScaling):
-                    log_probs = splines.held_out(candidate, k)(input[held_out].to(torch.float64))
+                    log_probs = splines.held_out(candidate, k)(held_out.to(torch.float64))
+                elif isinstance(candidate, RobustTemperatureScaling):
+                    others = source.select(lambda number, k=k: on_device[number] != k)  # type: ignore[misc]
+                    log_probs = log_proba(fit_to_source(candidate, others, counts, fitted), held_out)
                 else:
-                    kept = ~held_out
+                    kept = on_device != k
                     of_fit = None if weight is None else weight[kept]
                     part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
                     stopped = stopped or getattr(part, "at_border_", ())
-                    log_probs = log_proba(part, input[held_out])
-                loss[held_out] = losses_of(log_probs, labels[held_out], criterion).cpu()
-                brier[held_out] = losses_of(log_probs, labels[held_out], "brier").cpu()
+                    log_probs = log_proba(part, held_out)
+                loss[places] = losses_of(log_probs, truth, criterion)
+                brier[places] = losses_of(log_probs, truth, "brier")
         # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
         except Exception as error:
             if name == "none":
@@ -103,6 +108,7 @@ def cross_validate(
             excluded = excluded or f"has its optimum at a bound of the search in a fold: {' and '.join(stopped)}"
         elif name == "none" and len(candidates) > 1 and zeros_are_possible(source, candidate.input_kind):
             excluded = ZEROS
+        loss, brier = loss.cpu(), brier.cpu()
         mean = loss.mean() if weight is None else (loss * weight.cpu()).sum() / weight.cpu().sum()
         keeps = keeps_predictions(candidate)
         entries.append(CandidateScore(name, fitted, float(mean), excluded=excluded, keeps_predictions=keeps))
@@ -117,13 +123,13 @@ def cross_validate(
 def _without_calibration(
     input: Tensor, labels: Tensor, input_kind: InputKind, criterion: Proper, weight: Tensor | None
 ) -> tuple[Any, Tensor, Tensor]:
-    """No calibration as a fitted calibrator, and the losses [N] and Brier scores [N] of all rows on the CPU."""
+    """No calibration as a fitted calibrator, and the losses [N] and Brier scores [N] of all rows."""
     log_probs = focal_calibration_map(input.to(torch.float64), 0.0, 1.0, input_kind=input_kind, log=True)
     brier = losses_of(log_probs, labels, "brier")
     loss = brier if criterion == "brier" else losses_of(log_probs, labels, criterion)
     mean = brier.mean() if weight is None else (brier * weight).sum() / weight.sum()
     rows, n_classes = input.shape
-    return fitted_identity(input_kind, float(mean), n_samples=rows, n_classes=n_classes), loss.cpu(), brier.cpu()
+    return fitted_identity(input_kind, float(mean), n_samples=rows, n_classes=n_classes), loss, brier
 
 
 ZEROS = "gives probability 0 to classes that occur in other rows"

@@ -1,6 +1,5 @@
 """Cross-validation of candidates that are fitted by sums over rows; no process needs all rows in memory."""
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 
 from focalkern._types import Proper
-from focalkern.calibrators._candidates import keeps_predictions, log_proba
+from focalkern.calibrators._candidates import fit_to_source, keeps_predictions, log_proba
 from focalkern.calibrators._cross_validation import ZEROS, SplinesByPenalty, losses_of, zeros_are_possible
-from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
 from focalkern.calibrators._row_source import MemoryRows, RowSource, class_counts
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide_from_sums
@@ -61,23 +59,12 @@ def fit_in_folds(
             of_all = fit_to_source(candidate, source, counts)
             parts = []
             for k in range(folds):
-                near = copy.deepcopy(candidate)
-                near._near = of_all.temperature_
                 kept = source.select(lambda number, k=k: fold_of(number) != k)  # type: ignore[misc]
-                parts.append(fit_to_source(near, kept, counts))
+                parts.append(fit_to_source(candidate, kept, counts, of_all))
             found[name] = FoldedFit(of_all, tuple(one.predict_log_proba for one in parts))
         else:
             others.append(name)
     return found, others
-
-
-def fit_to_source(candidate: Any, source: RowSource, counts: Tensor) -> Any:
-    """A fitted copy of a robust temperature scaling or a spline scaling, without warnings."""
-    fresh = copy.deepcopy(candidate)
-    fresh._check_parameters()
-    fresh._become(fresh._fit_source(source), Layout(source.n_classes), n_samples=source.n_rows)
-    fresh.warnings_ = tuple(fresh._warnings_of(counts))
-    return fresh
 
 
 @dataclass(frozen=True)

@@ -41,15 +41,16 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
     """
     free = fit_curve(rows) if near is None else fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD, True)
     fits = {"free": free}
-    scales: dict[str, Preconditioner] = {}
+    kinds = [kind for kind in ("vector", "matrix") if kind in members or (kind == "vector" and "matrix" in members)]
     if "scalar" in members:
         fits["scalar"] = fit_ordered(rows, free)
-    for kind in ("vector", "matrix"):
-        if kind not in members and not (kind == "vector" and "matrix" in members):
-            continue
+    if near is None:
+        assert free.derivatives is not None
+        scales: Mapping[str, Preconditioner] = precondition(rows, free.map, free.derivatives.hessian, kinds)
+    else:
+        scales = near.scales
+    for kind in kinds:
         if near is None:
-            assert free.derivatives is not None
-            scales[kind] = precondition(rows, free.map, free.derivatives.hessian, kind)
             start = fits["vector"].map if kind == "matrix" else free.map
             nothing = torch.zeros(rows.n_classes, dtype=torch.float64, device=rows.device)
             weight = nothing if start.weight is None else start.weight.diag()
@@ -57,7 +58,6 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
                 rows, Map(start.curve, weight, nothing if start.bias is None else start.bias), scales[kind], LBFGS_DONE
             )
         else:
-            scales[kind] = near.scales[kind]
             found = fit_linear(rows, near[kind].map, scales[kind], LBFGS_DONE_IN_A_FOLD, near[kind].pairs)
         fits[kind] = found
     return Family(fits, scales)

@@ -165,8 +165,10 @@ def _root(slope: Callable[[float], float], start: float, step: float) -> float:
     side, middle = 0, start
     for _ in range(100):
         previous, middle = middle, (low * of_high - high * of_low) / (of_high - of_low)
+        if abs(middle - previous) < 1e-9:
+            break
         found = slope(middle)
-        if found == 0 or abs(middle - previous) < 1e-9:
+        if found == 0:
             break
         # Illinois method: halve the slope at an end that stays twice, so that both ends converge.
         if found > 0:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators._lbfgs import Pair, minimise
-from focalkern.calibrators._spline_curvature import linear_hessian, softmax_of
+from focalkern.calibrators._spline_curvature import linear_hessian, of_vector, softmax_of
 from focalkern.calibrators._spline_fit import (
     Fit,
     Map,
@@ -82,16 +82,28 @@ class Root:
         return self.transposed @ torch.cat([slopes.curve.to(of_classes.device), of_classes.reshape(-1)])
 
 
-def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Preconditioner:
-    """Scales at the scalar optimum ``map`` with its Hessian in the curve: a root of that in all, if they are few."""
+def precondition(rows: SplineRows, map: Map, hessian: Tensor, kinds: Sequence[str]) -> dict[str, Preconditioner]:
+    """By kind, at the scalar optimum ``map`` with its Hessian in the curve: a root of the Hessian in all, if few."""
     n_curve, n_classes = len(map.curve), rows.n_classes
-    if n_classes <= _FEW_CLASSES:
-        factor, failed = torch.linalg.cholesky_ex(linear_hessian(rows, map, hessian, kind))
-        if not bool(failed):
-            one = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-            transposed = torch.linalg.solve_triangular(factor, one, upper=False)
-            return Root(transposed.T.contiguous(), transposed, n_curve, n_classes)
-    return _scales(rows, map, hessian, kind)
+    if kinds and n_classes <= _FEW_CLASSES:
+        whole = linear_hessian(rows, map, hessian)
+        places = of_vector(n_curve, n_classes).to(whole.device)
+        wanted = {kind: whole[places][:, places] if kind == "vector" else whole for kind in kinds}
+        found = {kind: _root(one, n_curve, n_classes) for kind, one in wanted.items()}
+        roots: dict[str, Preconditioner] = {kind: one for kind, one in found.items() if one is not None}
+        if len(roots) == len(kinds):
+            return roots
+    return {kind: _scales(rows, map, hessian, kind) for kind in kinds}
+
+
+def _root(hessian: Tensor, n_curve: int, n_classes: int) -> Root | None:
+    """None if rounding made the Hessian indefinite."""
+    factor, failed = torch.linalg.cholesky_ex(hessian)
+    if bool(failed):
+        return None
+    one = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    transposed = torch.linalg.solve_triangular(factor, one, upper=False)
+    return Root(transposed.T.contiguous(), transposed, n_curve, n_classes)
 
 
 def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
