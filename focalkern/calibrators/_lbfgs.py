@@ -1,5 +1,6 @@
 """L-BFGS for a preconditioned problem. A search can start with the curvature pairs of a similar problem."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,16 +48,18 @@ def minimise(
     done: float,
     steps: int,
     pairs: Sequence[Pair] = (),
+    norm: float = math.inf,
 ) -> Minimum:
     """Minimise a smooth function whose Hessian is near the identity, from ``start``.
 
     Args:
         objective: from a point to its value and gradient.
         start: [n].
-        done: the search ends if no entry of the gradient exceeds ``done``, or if a step changes the value or all
-            entries of the point by less than ``1e-5 * done``.
+        done: the search ends if the norm of the gradient is at most ``done``, or if the norm of a step or the change of
+            the value is less than ``1e-5 * done``.
         steps: largest number of steps.
         pairs: pairs from a search on nearly the same function.
+        norm: the order of the norms; infinity is the largest entry.
 
     Source: Nocedal & Wright, Numerical Optimization, 2nd edition, 2006, algorithms 7.4, 7.5, 3.5 and 3.6.
     """
@@ -64,7 +67,7 @@ def minimise(
     value, gradient = objective(point)
     evaluations, memory = 1, _Memory(start, pairs)
     for _ in range(steps):
-        if float(gradient.abs().max()) <= done:
+        if float(torch.linalg.vector_norm(gradient, norm)) <= done:
             break
         direction = memory.direction(gradient)
         slope = float(gradient @ direction)
@@ -79,7 +82,7 @@ def minimise(
         point, value, gradient = point + step, there, of_there
         if float(step @ change) > 1e-10 * float(change @ change):
             memory.add(step, change)
-        if abs(fallen) < 1e-5 * done or float(step.abs().max()) < 1e-5 * done:
+        if abs(fallen) < 1e-5 * done or float(torch.linalg.vector_norm(step, norm)) < 1e-5 * done:
             break
     else:
         return Minimum(point, value, evaluations, False, memory.pairs())

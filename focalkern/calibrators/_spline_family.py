@@ -1,10 +1,12 @@
 """Fits of the members of the spline family to the same rows, each started from a simpler member."""
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from focalkern.calibrators._row_source import MemoryRows
 from focalkern.calibrators._spline_fit import NEWTON_DONE_IN_A_FOLD, Fit, Map, fit_curve
 from focalkern.calibrators._spline_linear import (
     LBFGS_DONE,
@@ -39,6 +41,12 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
         members: some of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
         near: the family fitted to nearly the same rows (for a fold: to all rows). Every fit starts from it.
     """
+    # Without what autograd keeps of each operation. The rows of a user's function are read outside.
+    with torch.inference_mode() if isinstance(rows.source, MemoryRows) else contextlib.nullcontext():
+        return _fitted(rows, members, near)
+
+
+def _fitted(rows: SplineRows, members: Collection[str], near: Family | None) -> Family:
     free = fit_curve(rows) if near is None else fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD, True)
     fits = {"free": free}
     kinds = [kind for kind in ("vector", "matrix") if kind in members or (kind == "vector" and "matrix" in members)]

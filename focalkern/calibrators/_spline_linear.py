@@ -26,6 +26,9 @@ _FEW_CLASSES = 15
 LBFGS_STEPS = 300
 LBFGS_DONE = 1e-4  # of the largest entry of the preconditioned gradient
 LBFGS_DONE_IN_A_FOLD = 3e-4
+# Of a root it is the length, at most 3 of these, because the largest entry depends on the order of the classes. The
+# square of the length is twice the distance to the optimal value.
+_OF_LENGTH = 3.0
 
 
 class Preconditioner(Protocol):
@@ -149,5 +152,6 @@ def fit_linear(
         return value, scales.gradient(slopes)
 
     zero = torch.zeros(size, dtype=torch.float64, device=rows.device)
-    found = minimise(objective, zero, done=done, steps=LBFGS_STEPS, pairs=pairs)
+    norm, done = (2.0, _OF_LENGTH * done) if isinstance(scales, Root) else (torch.inf, done)
+    found = minimise(objective, zero, done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm)
     return Fit(at(found.point), found.value, found.evaluations, found.converged, pairs=found.pairs)
