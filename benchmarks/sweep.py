@@ -1,9 +1,10 @@
 """python -m benchmarks.sweep: CPU seconds of the client, and of all processes, per network of a sweep, by engine.
 
 Writes small files, 200 rows of 3 classes each. ``client`` rows skip the comparison: every network gets the record of
-the first, so the rest is the work of sweep itself (tables, pages, a file per network). ``whole`` rows compute
-everything. Engines: this process, two worker processes, dask with two processes and its scheduler in this process
-(LocalCluster) or in another one or with ten networks per task, Ray with two workers.
+the first, so the rest is the work of sweep itself (tables, pages, a file per network). ``executor`` rows submit the
+same tasks to the executor alone. ``whole`` rows compute everything. Engines: this process, two worker processes, dask
+with two processes and its scheduler in this process (LocalCluster) or in another one or with ten networks per task, Ray
+with two workers.
 
 ``client_cpu_s`` is the CPU time of the process that calls sweep; ``cpu_s`` also includes all its child processes. For
 ``2 processes`` that includes their start, with an import of torch each. Appends a CSV to benchmarks/results. A folder
@@ -22,7 +23,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,21 @@ def measure(names: list[str], engine: str, client_only: bool, note: str) -> dict
     return row("client" if client_only else "whole", engine, len(names), wall, cpu, every, note)
 
 
+def measure_executor(names: list[str], engine: str, note: str) -> Iterator[dict[str, Any]]:
+    """The executor alone: the same tasks and results, without tables and files."""
+    with executor_of(engine) as executor:
+        if executor is None:
+            return
+        known = Known(fk.sweep_one(names[0]))
+        for future in [executor.submit(known, [name]) for name in names[:4]]:
+            future.result()
+        wall, cpu, every = time.perf_counter(), time.process_time(), cpu_of_all()
+        for future in as_completed([executor.submit(known, [name], 1) for name in names]):
+            future.result()
+        wall, cpu, every = time.perf_counter() - wall, time.process_time() - cpu, cpu_of_all() - every
+    yield row("executor", engine, len(names), wall, cpu, every, note)
+
+
 def row(measured: str, engine: str, n: int, wall: float, cpu: float, every: float, note: str) -> dict[str, Any]:
     return {
         "measured": measured,
@@ -181,6 +197,7 @@ def measure_fits(folder: Path, note: str) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--client", type=int, nargs="*", default=[200, 1000, 5000], help="networks of the client rows")
+    parser.add_argument("--executor", type=int, nargs="*", default=[1000], help="networks of the executor rows")
     parser.add_argument("--whole", type=int, nargs="*", default=[40], help="networks of the whole rows")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--out", type=Path, default=RESULTS / f"sweep_{datetime.date.today().isoformat()}.csv")
@@ -188,13 +205,20 @@ def main() -> None:
     parser.add_argument("--note", default="", help="about the machine")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        names = write_files(Path(folder), max([*arguments.client, *arguments.whole, 4]))
+        names = write_files(Path(folder), max([*arguments.client, *arguments.executor, *arguments.whole, 4]))
         rows: Iterator[dict[str, Any]] = (
             measure(names[:size], engine, client_only, arguments.note)
             for client_only, sizes in ((True, arguments.client), (False, arguments.whole))
             for engine in arguments.engines
             for size in sizes
         )
+        alone = (
+            found
+            for engine in arguments.engines
+            for size in arguments.executor
+            for found in measure_executor(names[:size], engine, arguments.note)
+        )
+        rows = itertools.chain(rows, alone)
         if arguments.fits:
             rows = itertools.chain(rows, measure_fits(Path(folder), arguments.note))
         for found in rows:
