@@ -48,6 +48,8 @@ def varifocal_loss(
     Raises:
         RuntimeError: shapes that do not broadcast. Nothing else is checked.
 
+    Source: Zhang et al., VarifocalNet, CVPR 2021 (arXiv 2008.13367), equation 2.
+
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
         >>> fk.reference.varifocal_loss(logits, torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64))
@@ -95,6 +97,8 @@ def matchability_loss(
     Raises:
         RuntimeError: shapes that do not broadcast. Nothing else is checked.
 
+    Source: Huang et al., DEIM, CVPR 2025 (arXiv 2412.04234), and its code.
+
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
         >>> fk.reference.matchability_loss(logits, torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64))
@@ -140,6 +144,8 @@ def ia_bce_loss(
 
     Raises:
         RuntimeError: shapes that do not broadcast. Nothing else is checked.
+
+    Source: Cai et al., Align-DETR (arXiv 2304.07527); Chen et al., LW-DETR (arXiv 2406.03459), and its code.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)

@@ -125,6 +125,8 @@ def sigmoid_focal_loss(
     Raises:
         RuntimeError: shapes that do not fit. Nothing else is checked.
 
+    Source: Lin et al. 2017 (arXiv 1708.02002), equation 5.
+
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
         >>> fk.reference.sigmoid_focal_loss(logits, torch.tensor([0]))
@@ -182,6 +184,8 @@ def asymmetric_loss(
     Raises:
         RuntimeError: shapes that do not fit. Nothing else is checked.
 
+    Source: Ridnik et al., Asymmetric Loss for Multi-Label Classification, ICCV 2021.
+
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
         >>> fk.reference.asymmetric_loss(logits, torch.tensor([0]))
@@ -232,6 +236,8 @@ def quality_focal_loss(
 
     Raises:
         RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Source: Li et al., Generalized Focal Loss, NeurIPS 2020.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
