@@ -61,6 +61,9 @@ class AutoCalibrator(FitsBatches):
     ``chosen``) and ``verdict_``, a :class:`focalkern.Verdict`. ``save`` writes ``calibrator_``, with the table and the
     verdict as ``"evidence"`` in the summary of its fit; ``load_calibrator`` returns that calibrator.
 
+    Raises:
+        TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.
+
     Source: the one-standard-error rule of Breiman et al., Classification and Regression Trees, 1984, section 3.4.3,
     with half a standard error.
 

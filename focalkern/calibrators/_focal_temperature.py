@@ -64,6 +64,9 @@ class FocalTemperatureScaling(Scaling):
     is the criterion; for the criterion ``"ece"`` both NLL and Brier score are checked. With ``sample_weight`` a search
     on a grid takes ten times longer, and ``"equal_mass_interp"`` is not defined.
 
+    Raises:
+        TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.
+
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.
 
     Example:

@@ -55,6 +55,9 @@ class HistogramBinning(Calibrator):
     ``fit`` sets ``edges_`` [M + 1] from 0 to 1, ``counts_`` [M] (rows per bin), ``values_`` [M] (calibrated
     confidences), ``n_changed_``, and ``scaling_``, the fitted copy or None.
 
+    Raises:
+        TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.
+
     Source: Zadrozny & Elkan 2001; Guo et al. 2017 (arXiv 1706.04599), section 4.1; on the top class, after a scaling,
     Wang et al., NeurIPS 2021.
 

@@ -48,6 +48,9 @@ class IsotonicCalibration(Calibrator):
     ``fit`` sets ``steps_``, for each class the arrays (p, f_k(p)); ``epsilon_``; ``best_value_``, the NLL of the rows
     of ``fit``; and ``n_changed_``, the number of rows of ``fit`` whose predicted class changed.
 
+    Raises:
+        TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.
+
     Source: Zadrozny & Elkan, KDD 2002.
 
     Example:

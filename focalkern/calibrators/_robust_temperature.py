@@ -45,6 +45,9 @@ class RobustTemperatureScaling(FitsBatches):
     ``fit`` sets ``temperature_`` (T), ``floor_`` (e), ``masks_`` (whether a logit of -inf means probability 0) and
     ``best_value_`` (the NLL of the rows of ``fit``).
 
+    Raises:
+        TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.
+
     Source: Guo et al. 2017 (arXiv 1706.04599); the floor of Berta et al., AISTATS 2026 (arXiv 2511.03685).
 
     Example:

@@ -76,6 +76,9 @@ class SplineScaling(FitsBatches):
     changed), ``passes_`` (passes over the rows), ``converged_``, ``degrees_of_freedom_`` (effective, of a and f) and
     ``covariance_`` of (a, f), [m + 1, m + 1].
 
+    Raises:
+        TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.
+
     Source: arXiv 2511.03685 (Berta et al., AISTATS 2026) for x and the penalties of the matrix; Rahimi et al. 2020
     (arXiv 2003.06820) for maps that keep the order; Hastie & Tibshirani, Generalized Additive Models, 1990.
 

@@ -73,6 +73,9 @@ class StructuredScaling(Calibrator):
     of ``fit``, without the penalty), ``n_changed_`` (rows of ``fit`` whose predicted class changed) and ``solver_``
     (``"lbfgs"``, or ``"probmetrics"`` and its version).
 
+    Raises:
+        TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.
+
     Source: Berta, Holzmüller, Jordan & Bach, Structured matrix scaling for multi-class calibration, AISTATS 2026 (arXiv
     2511.03685), also for the penalty and the defaults.
 
