@@ -135,7 +135,7 @@ int launch(const void* function, Dim3 grid, Dim3 block, void** args, size_t dyna
   if (it == functions().end()) return 98;  // invalid device function
   Kernel& k = *it->second;
   try {
-    if (!k.parsed) Parser{k, {}, {}, {}, {}, {}}.run();
+    if (!k.parsed) Parser(k).run();
     const u64 threads = static_cast<u64>(block.x) * block.y * block.z;
     if (threads == 0 || threads > 1024 || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > INT32_MAX ||
         grid.y > 65535 || grid.z > 65535 || (k.max_threads != 0 && threads > static_cast<u64>(k.max_threads)) ||
@@ -252,7 +252,7 @@ int ptxrun_parse_all() {
   for (auto& module : modules()) {
     for (auto& [name, k] : module->kernels) {
       try {
-        if (!k.parsed) Parser{k, {}, {}, {}, {}, {}}.run();
+        if (!k.parsed) Parser(k).run();
       } catch (Stop) {
         ++bad;
       }
