@@ -132,8 +132,8 @@ Parameter prepare_parameter(const Tensor& parameter, const Tensor& input, int64_
   return p;
 }
 
-template <typename Args>
-void set_parameters(Args& args, const Parameter& gamma, const Parameter& temperature) {
+template <typename Scalar>
+void set_parameters(CalibrationMapArgs<Scalar>& args, const Parameter& gamma, const Parameter& temperature) {
   args.gamma = gamma.data;
   args.gamma_stride = gamma.stride;
   args.gamma_value = gamma.value;
@@ -144,38 +144,14 @@ void set_parameters(Args& args, const Parameter& gamma, const Parameter& tempera
 
 template <typename Scalar>
 void set_input(CalibrationMapArgs<Scalar>& args, const Tensor& input, const Options& options) {
-  args.classes = input.size(-1);
+  args.classes = options.kind == kBinary ? 1 : input.size(-1);
   args.rows = input.numel() / args.classes;
   args.input = static_cast<const Scalar*>(input.const_data_ptr());
   args.input_is_probs = options.kind == kProbs;
   args.log_output = options.log_output;
 }
-template <typename Scalar>
-void set_input(BinaryCalibrationMapArgs<Scalar>& args, const Tensor& input, const Options& options) {
-  args.size = input.numel();
-  args.logits = static_cast<const Scalar*>(input.const_data_ptr());
-  args.log_odds_output = options.log_output;
-}
 
-template <typename Scalar>
-void set_grad_input(CalibrationMapBackward<Scalar>& args, void* data) {
-  args.grad_input = static_cast<Scalar*>(data);
-}
-template <typename Scalar>
-void set_grad_input(BinaryCalibrationMapBackward<Scalar>& args, void* data) {
-  args.grad_logits = static_cast<Scalar*>(data);
-}
-
-template <typename Scalar, typename Args>
-void set_output(Args& args, const Tensor& output) {
-  if (output.element_size() == sizeof(Scalar)) {
-    args.output = static_cast<Scalar*>(output.mutable_data_ptr());
-  } else {
-    args.output_wide = static_cast<compute_t<Scalar>*>(output.mutable_data_ptr());
-  }
-}
-
-// Calls f with the forward struct of the scalar type and kind.
+// Calls launch with the forward struct of the scalar type.
 template <typename Launch>
 void launch_forward(const Tensor& input, const Tensor& gamma, const Tensor& temperature, const Options& options,
                     const Tensor& output, Launch launch) {
@@ -183,17 +159,15 @@ void launch_forward(const Tensor& input, const Tensor& gamma, const Tensor& temp
   const Parameter temperature_parameter = prepare_parameter(temperature, input, options.kind);
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
-    const auto run = [&](auto args) {
-      set_input(args, input, options);
-      set_parameters(args, gamma_parameter, temperature_parameter);
-      set_output<Scalar>(args, output);
-      launch(args);
-    };
-    if (options.kind == kBinary) {
-      run(BinaryCalibrationMapForward<Scalar>{});
+    CalibrationMapForward<Scalar> args{};
+    set_input(args, input, options);
+    set_parameters(args, gamma_parameter, temperature_parameter);
+    if (output.element_size() == sizeof(Scalar)) {
+      args.output = static_cast<Scalar*>(output.mutable_data_ptr());
     } else {
-      run(CalibrationMapForward<Scalar>{});
+      args.output_wide = static_cast<compute_t<Scalar>*>(output.mutable_data_ptr());
     }
+    launch(args);
   });
 }
 
@@ -221,24 +195,18 @@ Gradients launch_backward(const Tensor& grad, const Tensor& input, const Tensor&
     using Real = compute_t<Scalar>;
     const bool narrow = grad.scalar_type() == input.scalar_type();
     const Tensor upstream = (narrow ? grad : grad.to(compute_dtype(input.scalar_type()))).contiguous();
-    const auto run = [&](auto args) {
-      set_input(args, input, options);
-      set_parameters(args, gamma_parameter, temperature_parameter);
-      if (narrow) {
-        args.grad_output = static_cast<const Scalar*>(upstream.const_data_ptr());
-      } else {
-        args.grad_output_wide = static_cast<const Real*>(upstream.const_data_ptr());
-      }
-      if (needed[0]) set_grad_input(args, grads.input.mutable_data_ptr());
-      args.grad_gamma = data_or_null(grads.gamma);
-      args.grad_temperature = data_or_null(grads.temperature);
-      launch(args);
-    };
-    if (options.kind == kBinary) {
-      run(BinaryCalibrationMapBackward<Scalar>{});
+    CalibrationMapBackward<Scalar> args{};
+    set_input(args, input, options);
+    set_parameters(args, gamma_parameter, temperature_parameter);
+    if (narrow) {
+      args.grad_output = static_cast<const Scalar*>(upstream.const_data_ptr());
     } else {
-      run(CalibrationMapBackward<Scalar>{});
+      args.grad_output_wide = static_cast<const Real*>(upstream.const_data_ptr());
     }
+    if (needed[0]) args.grad_input = static_cast<Scalar*>(grads.input.mutable_data_ptr());
+    args.grad_gamma = data_or_null(grads.gamma);
+    args.grad_temperature = data_or_null(grads.temperature);
+    launch(args);
   });
   return grads;
 }

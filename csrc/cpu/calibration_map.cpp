@@ -2,7 +2,7 @@
 //
 //   forward   input [rows, classes], gamma, temperature -> output [rows, classes]: p or log p
 //   backward  input, grad_output -> grad_input [rows, classes], grad_gamma [rows], grad_temperature [rows]
-//   and the binary map, elementwise on one logit each
+//   One class: the binary map, elementwise on one logit each (calibration_map/binary.h).
 //
 // Memory: each direction reads its inputs once and writes its outputs once; nothing is saved between them. A tile of
 // rows is converted into scratch memory that stays in cache. The passes over a tile are
@@ -30,6 +30,7 @@ int64_t calibration_map_chunk_rows(int64_t rows, int64_t classes) {
 
 template <typename Scalar>
 int64_t calibration_map_forward(const CalibrationMapForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  if (args.classes == 1) return binary_forward(args, row_begin, row_end);
   Scratch<compute_t<Scalar>> scratch(args.classes, /*arrays=*/2);
   int64_t invalid = -1;
   for (int64_t row = row_begin; row < row_end; row += scratch.tile_rows()) {
@@ -44,35 +45,16 @@ int64_t calibration_map_forward(const CalibrationMapForward<Scalar>& args, int64
 
 template <typename Scalar>
 void calibration_map_backward(const CalibrationMapBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  if (args.classes == 1) return binary_backward(args, row_begin, row_end);
   Scratch<compute_t<Scalar>> scratch(args.classes, /*arrays=*/4);
   for (int64_t row = row_begin; row < row_end; row += scratch.tile_rows()) {
     backward_tile(args, row, scratch.tile(std::min(scratch.tile_rows(), row_end - row)));
   }
 }
 
-template <typename Scalar>
-int64_t binary_calibration_map_forward(const BinaryCalibrationMapForward<Scalar>& args, int64_t begin, int64_t end) {
-  int64_t invalid = -1;
-  for (int64_t i = begin; i < end; i += kBinaryBlock) {
-    const int64_t found = binary_forward_block(args, i, std::min(kBinaryBlock, end - i));
-    if (invalid < 0) invalid = found;
-  }
-  return invalid;
-}
-
-template <typename Scalar>
-void binary_calibration_map_backward(const BinaryCalibrationMapBackward<Scalar>& args, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; i += kBinaryBlock) {
-    binary_backward_block(args, i, std::min(kBinaryBlock, end - i));
-  }
-}
-
-#define FK_INSTANTIATE(Scalar)                                                                                 \
-  template int64_t calibration_map_forward<Scalar>(const CalibrationMapForward<Scalar>&, int64_t, int64_t);    \
-  template void calibration_map_backward<Scalar>(const CalibrationMapBackward<Scalar>&, int64_t, int64_t);     \
-  template int64_t binary_calibration_map_forward<Scalar>(const BinaryCalibrationMapForward<Scalar>&, int64_t, \
-                                                          int64_t);                                            \
-  template void binary_calibration_map_backward<Scalar>(const BinaryCalibrationMapBackward<Scalar>&, int64_t, int64_t);
+#define FK_INSTANTIATE(Scalar)                                                                              \
+  template int64_t calibration_map_forward<Scalar>(const CalibrationMapForward<Scalar>&, int64_t, int64_t); \
+  template void calibration_map_backward<Scalar>(const CalibrationMapBackward<Scalar>&, int64_t, int64_t);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)
 FK_INSTANTIATE(float)

@@ -312,6 +312,9 @@ template <typename Scalar>
 int calibration_map_forward(const CalibrationMapForward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
+  if (args.classes == 1) {
+    return launch(binary_calibration_map_forward_kernel<Scalar>, elementwise_grid(args.rows), kBlock, stream, args);
+  }
   const MapPlan plan = plan_map(args.rows, args.classes, kSmall<Scalar>, kLarge<Scalar>);
   const auto numbers = map_numbers<compute_t<Scalar>>(args.gamma_value, args.temperature_value);
   void (*kernel)(CalibrationMapForward<Scalar>, MapNumbers<compute_t<Scalar>>, int, int) =
@@ -328,6 +331,9 @@ template <typename Scalar>
 int calibration_map_backward(const CalibrationMapBackward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
+  if (args.classes == 1) {
+    return launch(binary_calibration_map_backward_kernel<Scalar>, elementwise_grid(args.rows), kBlock, stream, args);
+  }
   const MapPlan plan = plan_map(args.rows, args.classes, kSmall<Scalar>, kLarge<Scalar>);
   const auto numbers = map_numbers<compute_t<Scalar>>(args.gamma_value, args.temperature_value);
   void (*kernel)(CalibrationMapBackward<Scalar>, MapNumbers<compute_t<Scalar>>, int, int) =
@@ -340,23 +346,9 @@ int calibration_map_backward(const CalibrationMapBackward<Scalar>& args, void* s
   return launch(kernel, plan.grid, kBlock, stream, args, numbers, lane_bits(plan.lanes), vectors);
 }
 
-template <typename Scalar>
-int binary_calibration_map_forward(const BinaryCalibrationMapForward<Scalar>& args, void* stream) {
-  if (args.size <= 0) return args.size == 0 ? cudaSuccess : cudaErrorInvalidValue;
-  return launch(binary_calibration_map_forward_kernel<Scalar>, elementwise_grid(args.size), kBlock, stream, args);
-}
-
-template <typename Scalar>
-int binary_calibration_map_backward(const BinaryCalibrationMapBackward<Scalar>& args, void* stream) {
-  if (args.size <= 0) return args.size == 0 ? cudaSuccess : cudaErrorInvalidValue;
-  return launch(binary_calibration_map_backward_kernel<Scalar>, elementwise_grid(args.size), kBlock, stream, args);
-}
-
-#define FK_INSTANTIATE(Scalar)                                                                            \
-  template int calibration_map_forward<Scalar>(const CalibrationMapForward<Scalar>&, void*);              \
-  template int calibration_map_backward<Scalar>(const CalibrationMapBackward<Scalar>&, void*);            \
-  template int binary_calibration_map_forward<Scalar>(const BinaryCalibrationMapForward<Scalar>&, void*); \
-  template int binary_calibration_map_backward<Scalar>(const BinaryCalibrationMapBackward<Scalar>&, void*);
+#define FK_INSTANTIATE(Scalar)                                                               \
+  template int calibration_map_forward<Scalar>(const CalibrationMapForward<Scalar>&, void*); \
+  template int calibration_map_backward<Scalar>(const CalibrationMapBackward<Scalar>&, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)
 FK_INSTANTIATE(float)

@@ -26,8 +26,8 @@ struct Parameters {
   double temperature_value;
 };
 
-template <typename Args>
-void set_parameters(Args& args, const Parameters& given) {
+template <typename Scalar>
+void set_parameters(CalibrationMapArgs<Scalar>& args, const Parameters& given) {
   const auto stride_of = [](const OptionalTensor& tensor) { return tensor && tensor->numel() != 1 ? 1 : 0; };
   args.gamma = pointer_or_null<double>(given.gamma);
   args.gamma_stride = stride_of(given.gamma);
@@ -39,32 +39,16 @@ void set_parameters(Args& args, const Parameters& given) {
 
 template <typename Scalar>
 void set_input(CalibrationMapArgs<Scalar>& args, const Tensor& input, int64_t kind, bool log_output) {
-  args.classes = input.size(input.dim() - 1);
+  args.classes = kind == kBinary ? 1 : input.size(input.dim() - 1);
   args.rows = input.numel() / args.classes;
   args.input = static_cast<const Scalar*>(input.const_data_ptr());
   args.input_is_probs = kind == kProbs;
   args.log_output = log_output;
 }
-template <typename Scalar>
-void set_input(BinaryCalibrationMapArgs<Scalar>& args, const Tensor& input, int64_t /*kind*/, bool log_output) {
-  args.size = input.numel();
-  args.logits = static_cast<const Scalar*>(input.const_data_ptr());
-  args.log_odds_output = log_output;
-}
 
-// Rows, classes, and what a device runs: the same for rows of classes and for one logit each.
-template <typename Scalar>
-struct Rows {
-  static int64_t size(const CalibrationMapArgs<Scalar>& args) { return args.rows; }
-  static int64_t size(const BinaryCalibrationMapArgs<Scalar>& args) { return args.size; }
-  static int64_t classes(const CalibrationMapArgs<Scalar>& args) { return args.classes; }
-  static int64_t classes(const BinaryCalibrationMapArgs<Scalar>&) { return 1; }
-};
-
-template <typename Scalar, typename Args, typename Work>
-void for_each_part(const Args& args, Work work) {
-  const int64_t rows = Rows<Scalar>::size(args);
-  for_each_chunk(rows, cpu::calibration_map_chunk_rows(rows, Rows<Scalar>::classes(args)),
+template <typename Scalar, typename Work>
+void for_each_part(const CalibrationMapArgs<Scalar>& args, Work work) {
+  for_each_chunk(args.rows, cpu::calibration_map_chunk_rows(args.rows, args.classes),
                  [&](int64_t, int64_t begin, int64_t end) { work(begin, end); });
 }
 
@@ -74,35 +58,27 @@ int64_t forward(const Tensor& input, const OptionalTensor& gamma, const Optional
   std::atomic<int64_t> first{kNone};
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
-    const auto run = [&](auto args, auto on_cpu, [[maybe_unused]] auto on_cuda) {
-      set_input(args, input, kind, log_output);
-      set_parameters(args, {gamma, temperature, gamma_value, temperature_value});
-      if (output.element_size() == sizeof(Scalar)) {
-        args.output = static_cast<Scalar*>(output.mutable_data_ptr());
-      } else {
-        args.output_wide = static_cast<compute_t<Scalar>*>(output.mutable_data_ptr());
-      }
-      if (Rows<Scalar>::size(args) == 0) return;
-#ifdef FOCALKERN_WITH_CUDA
-      if (input.is_cuda()) {
-        const CudaScope device(input);
-        return CudaScope::check("focal_calibration_map", on_cuda(args, device.stream()));
-      }
-#endif
-      for_each_part<Scalar>(args, [&](int64_t begin, int64_t end) {
-        const int64_t invalid = on_cpu(args, begin, end);
-        int64_t known = first.load();
-        while (invalid >= 0 && invalid < known && !first.compare_exchange_weak(known, invalid)) {
-        }
-      });
-    };
-    if (kind == kBinary) {
-      run(BinaryCalibrationMapForward<Scalar>{}, cpu::binary_calibration_map_forward<Scalar>,
-          [](const auto& args, void* stream) { return cuda::binary_calibration_map_forward(args, stream); });
+    CalibrationMapForward<Scalar> args{};
+    set_input(args, input, kind, log_output);
+    set_parameters(args, {gamma, temperature, gamma_value, temperature_value});
+    if (output.element_size() == sizeof(Scalar)) {
+      args.output = static_cast<Scalar*>(output.mutable_data_ptr());
     } else {
-      run(CalibrationMapForward<Scalar>{}, cpu::calibration_map_forward<Scalar>,
-          [](const auto& args, void* stream) { return cuda::calibration_map_forward(args, stream); });
+      args.output_wide = static_cast<compute_t<Scalar>*>(output.mutable_data_ptr());
     }
+    if (args.rows == 0) return;
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) {
+      const CudaScope device(input);
+      return CudaScope::check("focal_calibration_map", cuda::calibration_map_forward(args, device.stream()));
+    }
+#endif
+    for_each_part(args, [&](int64_t begin, int64_t end) {
+      const int64_t invalid = cpu::calibration_map_forward(args, begin, end);
+      int64_t known = first.load();
+      while (invalid >= 0 && invalid < known && !first.compare_exchange_weak(known, invalid)) {
+      }
+    });
   });
   return first == kNone ? -1 : first.load();
 }
@@ -113,38 +89,25 @@ void backward(const Tensor& grad, const Tensor& input, const OptionalTensor& gam
               bool log_output) {
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
-    const auto run = [&](auto args, Scalar* const& grad_of_input, auto on_cpu, [[maybe_unused]] auto on_cuda) {
-      set_input(args, input, kind, log_output);
-      set_parameters(args, {gamma, temperature, gamma_value, temperature_value});
-      if (grad.scalar_type() == input.scalar_type()) {
-        args.grad_output = static_cast<const Scalar*>(grad.const_data_ptr());
-      } else {
-        args.grad_output_wide = static_cast<const compute_t<Scalar>*>(grad.const_data_ptr());
-      }
-      if constexpr (requires { args.grad_input; }) {
-        args.grad_input = grad_of_input;
-      } else {
-        args.grad_logits = grad_of_input;
-      }
-      args.grad_gamma = mutable_or_null<double>(grad_gamma);
-      args.grad_temperature = mutable_or_null<double>(grad_temperature);
-      if (Rows<Scalar>::size(args) == 0) return;
-#ifdef FOCALKERN_WITH_CUDA
-      if (input.is_cuda()) {
-        const CudaScope device(input);
-        return CudaScope::check("focal_calibration_map", on_cuda(args, device.stream()));
-      }
-#endif
-      for_each_part<Scalar>(args, [&](int64_t begin, int64_t end) { on_cpu(args, begin, end); });
-    };
-    Scalar* const of_input = mutable_or_null<Scalar>(grad_input);
-    if (kind == kBinary) {
-      run(BinaryCalibrationMapBackward<Scalar>{}, of_input, cpu::binary_calibration_map_backward<Scalar>,
-          [](const auto& args, void* stream) { return cuda::binary_calibration_map_backward(args, stream); });
+    CalibrationMapBackward<Scalar> args{};
+    set_input(args, input, kind, log_output);
+    set_parameters(args, {gamma, temperature, gamma_value, temperature_value});
+    if (grad.scalar_type() == input.scalar_type()) {
+      args.grad_output = static_cast<const Scalar*>(grad.const_data_ptr());
     } else {
-      run(CalibrationMapBackward<Scalar>{}, of_input, cpu::calibration_map_backward<Scalar>,
-          [](const auto& args, void* stream) { return cuda::calibration_map_backward(args, stream); });
+      args.grad_output_wide = static_cast<const compute_t<Scalar>*>(grad.const_data_ptr());
     }
+    args.grad_input = mutable_or_null<Scalar>(grad_input);
+    args.grad_gamma = mutable_or_null<double>(grad_gamma);
+    args.grad_temperature = mutable_or_null<double>(grad_temperature);
+    if (args.rows == 0) return;
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) {
+      const CudaScope device(input);
+      return CudaScope::check("focal_calibration_map", cuda::calibration_map_backward(args, device.stream()));
+    }
+#endif
+    for_each_part(args, [&](int64_t begin, int64_t end) { cpu::calibration_map_backward(args, begin, end); });
   });
 }
 

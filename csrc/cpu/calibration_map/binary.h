@@ -1,4 +1,4 @@
-// The binary map: elementwise, one logit each.
+// The binary map: elementwise, one logit each (classes = 1).
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct BinaryBlock {
 
 // Reads a block of n elements. Returns the first invalid one, or -1.
 template <typename Scalar>
-FK_HOST_DEVICE int64_t read_block(const BinaryCalibrationMapArgs<Scalar>& args, int64_t begin, int64_t n,
+FK_HOST_DEVICE int64_t read_block(const CalibrationMapArgs<Scalar>& args, int64_t begin, int64_t n,
                                   BinaryBlock<compute_t<Scalar>>& block) {
   using Real = compute_t<Scalar>;
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
@@ -38,7 +38,7 @@ FK_HOST_DEVICE int64_t read_block(const BinaryCalibrationMapArgs<Scalar>& args, 
     const bool present = i < n;
     const double gamma = present ? args.gamma_of(begin + i) : 0.0;
     const double temperature = present ? args.temperature_of(begin + i) : 1.0;
-    const Real logit = present ? load_as_compute(args.logits[begin + i]) : Real(0);
+    const Real logit = present ? load_as_compute(args.input[begin + i]) : Real(0);
     block.gamma[i] = gamma;
     block.beta[i] = inverse_temperature<Real>(temperature);
     block.x[i] = logit * block.beta[i];
@@ -49,13 +49,12 @@ FK_HOST_DEVICE int64_t read_block(const BinaryCalibrationMapArgs<Scalar>& args, 
 }
 
 template <typename Scalar>
-FK_VECTOR_CLONES int64_t binary_forward_block(const BinaryCalibrationMapForward<Scalar>& args, int64_t begin,
-                                              int64_t n) {
+FK_VECTOR_CLONES int64_t binary_forward_block(const CalibrationMapForward<Scalar>& args, int64_t begin, int64_t n) {
   using Real = compute_t<Scalar>;
   constexpr Real kNan = std::numeric_limits<Real>::quiet_NaN();
   BinaryBlock<Real> block;
   const int64_t invalid = read_block(args, begin, n, block);
-  const bool log_odds_output = args.log_odds_output;
+  const bool log_odds_output = args.log_output;
 #pragma omp simd
   for (int64_t i = 0; i < kBinaryBlock; ++i) {
     const Real log_odds = binary_map(block.x[i], block.gamma[i]).log_odds;
@@ -73,8 +72,7 @@ FK_VECTOR_CLONES int64_t binary_forward_block(const BinaryCalibrationMapForward<
 }
 
 template <typename Scalar>
-FK_VECTOR_CLONES void binary_backward_block(const BinaryCalibrationMapBackward<Scalar>& args, int64_t begin,
-                                            int64_t n) {
+FK_VECTOR_CLONES void binary_backward_block(const CalibrationMapBackward<Scalar>& args, int64_t begin, int64_t n) {
   using Real = compute_t<Scalar>;
   constexpr Real kNan = std::numeric_limits<Real>::quiet_NaN();
   BinaryBlock<Real> block;
@@ -83,7 +81,7 @@ FK_VECTOR_CLONES void binary_backward_block(const BinaryCalibrationMapBackward<S
     block.w[i] = args.grad_output ? load_as_compute(args.grad_output[begin + i]) : args.grad_output_wide[begin + i];
   }
   for (int64_t i = n; i < kBinaryBlock; ++i) block.w[i] = 0;
-  const bool log_odds_output = args.log_odds_output;
+  const bool log_odds_output = args.log_output;
 #pragma omp simd
   for (int64_t i = 0; i < kBinaryBlock; ++i) {
     const BinaryMapGrad<Real> grad = binary_map_grad(block.x[i], block.gamma[i], block.w[i], log_odds_output);
@@ -94,11 +92,29 @@ FK_VECTOR_CLONES void binary_backward_block(const BinaryCalibrationMapBackward<S
   for (int64_t i = 0; i < n; ++i) {
     const int64_t index = begin + i;
     const bool valid = block.valid[i];
-    if (args.grad_logits) args.grad_logits[index] = Store<Scalar>::from_compute(valid ? block.result[i] : kNan);
+    if (args.grad_input) args.grad_input[index] = Store<Scalar>::from_compute(valid ? block.result[i] : kNan);
     if (args.grad_gamma) args.grad_gamma[index] = valid ? block.grad_gamma[i] : kNan;
     if (args.grad_temperature) {
       args.grad_temperature[index] = valid ? -block.grad_beta[i] / args.temperature_of(index) : kNan;
     }
+  }
+}
+
+// Returns the first invalid element, or -1.
+template <typename Scalar>
+int64_t binary_forward(const CalibrationMapForward<Scalar>& args, int64_t begin, int64_t end) {
+  int64_t invalid = -1;
+  for (int64_t i = begin; i < end; i += kBinaryBlock) {
+    const int64_t found = binary_forward_block(args, i, std::min(kBinaryBlock, end - i));
+    if (invalid < 0) invalid = found;
+  }
+  return invalid;
+}
+
+template <typename Scalar>
+void binary_backward(const CalibrationMapBackward<Scalar>& args, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i += kBinaryBlock) {
+    binary_backward_block(args, i, std::min(kBinaryBlock, end - i));
   }
 }
 

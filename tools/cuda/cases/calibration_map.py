@@ -18,7 +18,6 @@ MAP = [
     ("rows", c_int64), ("classes", c_int64), ("input", c_void_p), ("input_is_probs", c_bool), ("log_output", c_bool),
     *PARAMETERS,
 ]  # fmt: skip
-BINARY_MAP = [("size", c_int64), ("input", c_void_p), ("log_output", c_bool), *PARAMETERS]
 OUTPUTS = [("output", c_void_p), ("output_wide", c_void_p)]
 GRADIENTS = [(n, c_void_p) for n in ("grad_output", "grad_output_wide", "grad_input", "grad_gamma", "grad_temperature")]
 
@@ -27,18 +26,13 @@ def run_map(library, values, gamma, temperature, grad, *, kind="logits", log=Fal
     dtype = values.dtype
     binary = kind == "binary"
     rows = values.numel() if binary else len(values)
-    names = ("BinaryCalibrationMap" if binary else "CalibrationMap") + "%s"
-    common = BINARY_MAP if binary else MAP
     with Memory(library) as memory:
-        forward = structure(library, names % "Forward", dtype, common + OUTPUTS)
-        backward = structure(library, names % "Backward", dtype, common + GRADIENTS)
+        forward = structure(library, "CalibrationMapForward", dtype, MAP + OUTPUTS)
+        backward = structure(library, "CalibrationMapBackward", dtype, MAP + GRADIENTS)
         output = nan_like(values, real_of(dtype) if wide else dtype)
         row_numbers = torch.full((rows,), NAN, dtype=torch.float64)
         for args in (forward, backward):
-            if binary:
-                args.size = rows
-            else:
-                args.rows, args.classes, args.input_is_probs = rows, values.shape[1], kind == "probs"
+            args.rows, args.classes, args.input_is_probs = rows, 1 if binary else values.shape[1], kind == "probs"
             args.input, args.log_output = memory.put(values), log
             for name, value in (("gamma", gamma), ("temperature", temperature)):
                 if isinstance(value, torch.Tensor):
@@ -50,9 +44,8 @@ def run_map(library, values, gamma, temperature, grad, *, kind="logits", log=Fal
         setattr(backward, "grad_output_wide" if wide else "grad_output", memory.put(grad.to(output.dtype)))
         backward.grad_input = memory.out(nan_like(values))
         backward.grad_gamma, backward.grad_temperature = memory.out(row_numbers), memory.out(row_numbers)
-        prefix = "binary_calibration_map_" if binary else "calibration_map_"
         for direction, args in (("forward", forward), ("backward", backward)):
-            assert getattr(library, prefix + direction)(DTYPES.index(dtype), ctypes.byref(args)) == 0
+            assert getattr(library, "calibration_map_" + direction)(DTYPES.index(dtype), ctypes.byref(args)) == 0
         return (
             memory.get(forward.output_wide if wide else forward.output, output),
             memory.get(backward.grad_input, values),

@@ -119,8 +119,6 @@ int64_t size_of(const char* name, int is_double) {
   FK_SIZE(SigmoidLossBackward);
   FK_SIZE(CalibrationMapForward);
   FK_SIZE(CalibrationMapBackward);
-  FK_SIZE(BinaryCalibrationMapForward);
-  FK_SIZE(BinaryCalibrationMapBackward);
   FK_SIZE(CalibrationGridSamples);
   FK_SIZE(CalibrationGridBlock);
   FK_SIZE(CalibrationSums);
@@ -207,8 +205,6 @@ FK_ENTRY(focal_loss_backward, RowLossBackward)
 FK_ENTRY(sigmoid_loss_backward, SigmoidLossBackward)
 FK_ENTRY(calibration_map_forward, CalibrationMapForward)
 FK_ENTRY(calibration_map_backward, CalibrationMapBackward)
-FK_ENTRY(binary_calibration_map_forward, BinaryCalibrationMapForward)
-FK_ENTRY(binary_calibration_map_backward, BinaryCalibrationMapBackward)
 #undef FK_ENTRY
 
 int calibration_grid_prepare(int dtype, const void* samples, int64_t* first_problem) {
