@@ -12,7 +12,7 @@
 
 #include <tuple>
 
-#include "bindings/row_loss.h"
+#include "bindings/row_loss_call.h"
 #include "cpu/row_loss/mmce_loss.h"
 #include "math/row_loss.h"
 

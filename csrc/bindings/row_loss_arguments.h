@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/row_loss.h"
+#include "bindings/row_loss_call.h"
 #include "math/row_losses.h"
 
 namespace focalkern::bindings {
