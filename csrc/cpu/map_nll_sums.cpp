@@ -25,7 +25,7 @@ struct alignas(64) Tile {
   double top[kRows], next[kRows], index[kRows];  // index of the largest class
   double target[kRows], of_target[kRows];        // class and logit
   double share[kRows];
-  double rest[kRows], first[kRows], second[kRows];  // sums of e, e d and e d^2
+  double sum_exp_others[kRows], first[kRows], second[kRows];  // sums of e, e d and e d^2
   double sums[kMapNllSums][kRows];
 };
 
@@ -76,7 +76,7 @@ FK_HOST_DEVICE double exponent(double z, double shift, double beta) {
 
 // Exponentials of all classes but the largest, their sum and moments.
 FK_VECTOR_CLONES void exponentials(const double* x, double* e, int64_t classes, double beta, Tile& tile) {
-  for (int64_t r = 0; r < kRows; ++r) tile.rest[r] = tile.first[r] = tile.second[r] = 0;
+  for (int64_t r = 0; r < kRows; ++r) tile.sum_exp_others[r] = tile.first[r] = tile.second[r] = 0;
   for (int64_t c = 0; c < classes; ++c) {
     const double this_class = static_cast<double>(c);
 #pragma omp simd
@@ -86,13 +86,13 @@ FK_VECTOR_CLONES void exponentials(const double* x, double* e, int64_t classes, 
       const double power = bounded_exponential(y);
       const double d = power == 0 ? 0 : z - tile.top[r];
       e[c * kRows + r] = power;
-      tile.rest[r] += power;
+      tile.sum_exp_others[r] += power;
       tile.first[r] += power * d;
       tile.second[r] += power * d * d;
     }
   }
   // The sum is 0 only where a single class is possible; 1 keeps such a row finite.
-  for (int64_t r = 0; r < kRows; ++r) tile.rest[r] = tile.rest[r] > 0 ? tile.rest[r] : 1;
+  for (int64_t r = 0; r < kRows; ++r) tile.sum_exp_others[r] = tile.sum_exp_others[r] > 0 ? tile.sum_exp_others[r] : 1;
 }
 
 // The NLL at gamma = 0, without derivatives in gamma.
@@ -100,7 +100,7 @@ FK_VECTOR_CLONES void softmax_sums(double beta, Tile& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < kRows; ++r) {
     const double scale = exponential((tile.next[r] - tile.top[r]) * beta);
-    const double odds = tile.rest[r] * scale;  // of all other classes to the largest
+    const double odds = tile.sum_exp_others[r] * scale;  // of all other classes to the largest
     const double inverse = scale / (1 + odds);
     const double mean = tile.first[r] * inverse;
     const double below = tile.top[r] - tile.of_target[r];
@@ -150,7 +150,7 @@ FK_VECTOR_CLONES void rows_of_map(MapGamma<double> gamma, double beta, const Til
 #pragma omp simd
   for (int64_t r = 0; r < kRows; ++r) {
     const double gap = (tile.next[r] - tile.top[r]) * beta;
-    map.put(r, map_curvature_row(gap, tile.rest[r], tile.first[r], tile.second[r], gamma));
+    map.put(r, map_curvature_row(gap, tile.sum_exp_others[r], tile.first[r], tile.second[r], gamma));
   }
 }
 

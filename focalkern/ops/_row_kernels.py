@@ -148,8 +148,8 @@ def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Ten
         saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, -100, 0.0, False, True)[1].double()
         top, log_sum, log_u = saved[:-1].view(3, -1)
         if logits.is_cpu:  # saves 1 / sum_j exp(z_j - top), and minus the sum over the classes other than the label
-            per_sum, minus_rest = log_sum, log_u
-            return top, -per_sum.log(), (-minus_rest * per_sum).log()
+            inv_sum_exp, minus_others = log_sum, log_u
+            return top, -inv_sum_exp.log(), (-minus_others * inv_sum_exp).log()
         return top, log_sum, log_u
     z = logits.double()
     top = z.amax(1)

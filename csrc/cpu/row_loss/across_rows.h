@@ -73,7 +73,7 @@ FK_HOST_DEVICE void grad_of_lanes(const Scalar* z, int64_t class_stride, int64_t
   using Grad = GradOfLanes<Loss, compute_t<Scalar>, n>;
   using Int = typename Grad::Int;
   const Int n_classes = static_cast<Int>(classes);
-  Grad slopes(tile, row);
+  Grad gradients(tile, row);
   const Scalar* column = z + row;
   Scalar* grad_column = grad + row;
 #pragma GCC unroll 2
@@ -82,7 +82,7 @@ FK_HOST_DEVICE void grad_of_lanes(const Scalar* z, int64_t class_stride, int64_t
       prefetch(column + kTileRows);
       prefetch(grad_column + kTileRows);
     }
-    store_simd(slopes.next(load_simd<typename Grad::Reals>(column)), grad_column);
+    store_simd(gradients.next(load_simd<typename Grad::Reals>(column)), grad_column);
   }
 }
 

@@ -140,16 +140,16 @@ struct GradOfLanes {
     // This minimum turns NaN into 0; the factor of such a row is NaN already. A row without a gradient has an infinite
     // maximum, so its gradient is 0.
     const ScaledExponential<Reals> e = scaled_exponential(x > lowest ? x : lowest);
-    Reals slope = e.mantissa * e.scale;
+    Reals grad = e.mantissa * e.scale;
     if constexpr (Loss::kSquares) {
-      slope *= factor + slope * square_factor;
+      grad *= factor + grad * square_factor;
     } else {
-      slope *= factor;
+      grad *= factor;
     }
-    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) slope = marked == this_class ? special_grad : slope;
-    slope = label == this_class ? target_grad : slope;
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) grad = marked == this_class ? special_grad : grad;
+    grad = label == this_class ? target_grad : grad;
     this_class += 1;
-    return slope;
+    return grad;
   }
 };
 

@@ -76,56 +76,57 @@ struct DenseGroup {
     }
   }
 
-  // Gradients of the logits z, whose rows are `own`, at element index `place` + kNext. kLater omits the target and the
+  // Gradients of the logits z, whose rows are `rows`, at element index `place` + kNext. kLater omits the target and the
   // special class; a later step stores them.
   template <bool kLater, int kNext = 0>
-  FK_AVX512 inline __attribute__((always_inline)) __m512 slopes(__m512 z, __m512i own, __m512i place) const {
+  FK_AVX512 inline __attribute__((always_inline)) __m512 gradients(__m512 z, __m512i rows, __m512i place) const {
     // The minimum turns NaN into 0; the factor of such a row is NaN already.
-    const __m512 fall = _mm512_min_ps(_mm512_sub_ps(_mm512_permutexvar_ps(own, max), z), most);
+    const __m512 fall = _mm512_min_ps(_mm512_sub_ps(_mm512_permutexvar_ps(rows, max), z), most);
     const ScaledExponential<Reals> e = scaled_exponential(-lanes_cast<Reals>(fall));
-    __m512 slope = _mm512_mul_ps(lanes_cast<__m512>(e.mantissa), lanes_cast<__m512>(e.scale));
-    __m512 own_factor = _mm512_permutexvar_ps(own, factor);
+    __m512 grad = _mm512_mul_ps(lanes_cast<__m512>(e.mantissa), lanes_cast<__m512>(e.scale));
+    __m512 row_factor = _mm512_permutexvar_ps(rows, factor);
     if constexpr (Loss::kSquares) {
-      own_factor = _mm512_fmadd_ps(slope, _mm512_permutexvar_ps(own, square_factor), own_factor);
+      row_factor = _mm512_fmadd_ps(grad, _mm512_permutexvar_ps(rows, square_factor), row_factor);
     }
-    slope = _mm512_mul_ps(slope, own_factor);
+    grad = _mm512_mul_ps(grad, row_factor);
     if constexpr (!kLater) {
       if constexpr (kMarks) {
-        const __mmask16 is_marked = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(own, marked[kNext]), place);
-        slope = _mm512_mask_permutexvar_ps(slope, is_marked, own, special_grad);
+        const __mmask16 is_marked = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(rows, marked[kNext]), place);
+        grad = _mm512_mask_permutexvar_ps(grad, is_marked, rows, special_grad);
       }
-      const __mmask16 is_target = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(own, target[kNext]), place);
-      slope = _mm512_mask_permutexvar_ps(slope, is_target, own, target_grad);
+      const __mmask16 is_target = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(rows, target[kNext]), place);
+      grad = _mm512_mask_permutexvar_ps(grad, is_target, rows, target_grad);
     }
-    return slope;
+    return grad;
   }
 
-  // `slopes` for words that hold two half-precision logits.
+  // `gradients` for words that hold two half-precision logits.
   template <bool kLater>
-  FK_AVX512 inline __attribute__((always_inline)) __m512i slopes_of_pairs(__m512i z, const int32_t* own,
-                                                                          __m512i even) const {
+  FK_AVX512 inline __attribute__((always_inline)) __m512i gradients_of_pairs(__m512i z, const int32_t* rows,
+                                                                             __m512i even) const {
     __m512i low, high;
     Pair<Scalar>::split(z, &low, &high);
-    const __m512 of_low = slopes<kLater, 0>(_mm512_castsi512_ps(low), _mm512_load_si512(own), even);
-    const __m512 of_high = slopes<kLater, 1>(_mm512_castsi512_ps(high), _mm512_load_si512(own + 16), even);
+    const __m512 of_low = gradients<kLater, 0>(_mm512_castsi512_ps(low), _mm512_load_si512(rows), even);
+    const __m512 of_high = gradients<kLater, 1>(_mm512_castsi512_ps(high), _mm512_load_si512(rows + 16), even);
     return Pair<Scalar>::join_plain(_mm512_castps_si512(of_low), _mm512_castps_si512(of_high));
   }
 
   // Computes and stores the gradients of one vector, `bytes` after the first; its elements are at `place`. Returns the
   // next place.
   template <bool kLater>
-  FK_AVX512 inline __attribute__((always_inline)) __m512i store_slopes(const char* z, const char* own, int64_t bytes,
-                                                                       __m512i place, char* grad) const {
+  FK_AVX512 inline __attribute__((always_inline)) __m512i store_gradients(const char* z, const char* row_bytes,
+                                                                          int64_t bytes, __m512i place,
+                                                                          char* grad) const {
     constexpr int64_t kPerWord = sizeof(float) / sizeof(Scalar);
     if constexpr (kLater) {
       prefetch(z + bytes + kAhead * sizeof(Scalar));
       prefetch(grad + bytes + kAhead * sizeof(Scalar));
     }
-    const auto* const rows = reinterpret_cast<const int32_t*>(own + bytes * kPerWord);
+    const auto* const rows = reinterpret_cast<const int32_t*>(row_bytes + bytes * kPerWord);
     if constexpr (kPerWord == 1) {
-      _mm512_storeu_ps(grad + bytes, slopes<kLater>(_mm512_loadu_ps(z + bytes), _mm512_load_si512(rows), place));
+      _mm512_storeu_ps(grad + bytes, gradients<kLater>(_mm512_loadu_ps(z + bytes), _mm512_load_si512(rows), place));
     } else {
-      _mm512_storeu_si512(grad + bytes, slopes_of_pairs<kLater>(_mm512_loadu_si512(z + bytes), rows, place));
+      _mm512_storeu_si512(grad + bytes, gradients_of_pairs<kLater>(_mm512_loadu_si512(z + bytes), rows, place));
     }
     return kLater ? place : _mm512_add_epi32(place, _mm512_set1_epi32(16 * kPerWord));
   }
@@ -154,25 +155,25 @@ FK_AVX512 void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t
     Scalar* grad = grads + row * classes;
     const DenseGroup<Loss, Scalar> group(tile, row, begins);
     const char* const z_bytes = reinterpret_cast<const char*>(z);
-    const char* const own = reinterpret_cast<const char*>(dense.row);
+    const char* const row_bytes = reinterpret_cast<const char*>(dense.row);
     char* const grad_bytes = reinterpret_cast<char*>(grad);
     __m512i place = sizeof(Scalar) == 2 ? _mm512_add_epi32(first, first) : first;
     int64_t i = 0;
     for (; i <= end - 128; i += 128) {
       asm("" : "+r"(i));  // without this gcc keeps an address for each of the five calls
-      place = group.template store_slopes<kLater>(z_bytes, own, i, place, grad_bytes);
-      place = group.template store_slopes<kLater>(z_bytes, own, i + 64, place, grad_bytes);
+      place = group.template store_gradients<kLater>(z_bytes, row_bytes, i, place, grad_bytes);
+      place = group.template store_gradients<kLater>(z_bytes, row_bytes, i + 64, place, grad_bytes);
     }
     if (i <= end - 64) {
-      place = group.template store_slopes<kLater>(z_bytes, own, i, place, grad_bytes);
+      place = group.template store_gradients<kLater>(z_bytes, row_bytes, i, place, grad_bytes);
       i += 64;
     }
     if constexpr (sizeof(Scalar) == 2) {
       if (i < end) {  // half of a vector
         const __m512i z_pairs =
             _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(z_bytes + i)));
-        const __m512i slopes = group.template slopes_of_pairs<kLater>(z_pairs, dense.row + i / 2, place);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(grad_bytes + i), _mm512_castsi512_si256(slopes));
+        const __m512i gradients = group.template gradients_of_pairs<kLater>(z_pairs, dense.row + i / 2, place);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(grad_bytes + i), _mm512_castsi512_si256(gradients));
       }
     }
     if constexpr (kLater) {

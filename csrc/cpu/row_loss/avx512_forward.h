@@ -17,11 +17,11 @@ namespace {
 
 #ifdef FK_HAS_AVX512_CODE
 
-// A row as vectors. The first vector has `own` classes (at least one) of its own; its other classes are the first ones
-// of the second vector.
+// A row as vectors. The first vector has `first_count` classes (at least one) of its own; its other classes are the
+// first ones of the second vector.
 struct RowVectors {
-  int64_t count, own;
-  explicit RowVectors(int64_t classes) : count((classes + 15) / 16), own(classes - (count - 1) * 16) {}
+  int64_t count, first_count;
+  explicit RowVectors(int64_t classes) : count((classes + 15) / 16), first_count(classes - (count - 1) * 16) {}
 };
 
 // Reduces each of four vectors to one lane.
@@ -50,7 +50,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const floa
   using Reals = simd_t<float, 16>;
   Reals max[4];
   for (int i = 0; i < 4; ++i) max[i] = load_simd<Reals>(z + i * stride);
-  z += vectors.own;
+  z += vectors.first_count;
   for (const float* const end = z + (vectors.count - 1) * 16; z != end; z += 16) {
     for (int i = 0; i < 4; ++i) max[i] = Larger{}(max[i], load_simd<Reals>(z + i * stride));
   }
@@ -74,7 +74,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
   // Prefetches as many bytes as the loop reads, in the order of addresses: contiguous rows follow each other.
   // Prefetching in the order of the reads, four rows at a time, is slower.
   const float* ahead = z + kBlock;
-  int64_t step = vectors.own;
+  int64_t step = vectors.first_count;
   __m512i index = _mm512_loadu_si512(kFirst<int32_t>), index_step = _mm512_set1_epi32(static_cast<int32_t>(step));
   __mmask16 is_own = _mm512_cmplt_epi32_mask(index, index_step);
   for (int64_t k = 0; k < vectors.count; ++k, ahead += 64) {

@@ -62,8 +62,8 @@ FK_AVX512 inline __attribute__((always_inline)) void look_at_words(const RowsOfS
 // in kept, [n_rows / 16, classes, 16], for the second pass. At least sixteen rows are required; the last sixteen rows,
 // and the last classes, overlap the previous ones.
 template <typename Loss, typename Scalar>
-FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
-                                   Tile<float>& tile, float* kept) {
+FK_AVX512 void look_at_transposed_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
+                                       Tile<float>& tile, float* kept) {
   constexpr int64_t kWidth = kWideClasses<Scalar>;
   const int64_t last = classes - kWidth;
   for (int64_t r = 0; r < n_rows; r += 16, kept += classes * 16) {
@@ -160,7 +160,7 @@ void sums_of_transposed_rows(const Scalar* z, int64_t stride, int64_t classes, i
     if (classes < kWideClasses<Scalar>) {
       look_at_gathered_rows<Loss>(z + row * stride, stride, classes, row, at_once, tile, kept);
     } else {
-      look_at_turned_rows<Loss>(z + row * stride, stride, classes, row, at_once, tile, kept);
+      look_at_transposed_rows<Loss>(z + row * stride, stride, classes, row, at_once, tile, kept);
     }
     if (Loss::kSpecialClass == SpecialClass::kNone && classes > kComparedClasses) {
       add_kept_rows<Loss, true>(kept, classes, row, at_once, tile);

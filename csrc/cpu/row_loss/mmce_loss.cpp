@@ -167,7 +167,7 @@ struct Ordered {
   double* decay;  // the kernel between neighbours: e^(-(difference of confidences) / h)
   double* up;     // sum over the rows of lower or equal confidence
   double* down;   // sum over the rows of higher or equal confidence
-  double* slope;  // d(squared)/d(log_s)
+  double* grad;   // d(squared)/d(log_s)
 };
 constexpr int kArrays = 6;
 
@@ -205,10 +205,10 @@ FK_VECTOR_CLONES void sum_up_and_down(const double* a, const double* decay, int6
 
 // Returns sum_ij a_i a_j e^(-|r_i - r_j| / h).
 template <typename Key>
-FK_VECTOR_CLONES double slopes(const Ordered& rows, const Key* keys, int64_t n, double rate, double of_correct,
-                               double of_wrong) {
+FK_VECTOR_CLONES double gradients(const Ordered& rows, const Key* keys, int64_t n, double rate, double of_correct,
+                                  double of_wrong) {
   const double *r = rows.r, *a = rows.a, *decay = rows.decay, *up = rows.up, *down = rows.down;
-  double* slope = rows.slope;
+  double* grad = rows.grad;
   double squared = 0;
 #pragma omp simd reduction(+ : squared)
   for (int64_t i = 0; i < n; ++i) {
@@ -217,12 +217,12 @@ FK_VECTOR_CLONES double slopes(const Ordered& rows, const Key* keys, int64_t n, 
     const double per_r = keys[i] & 1 ? of_correct : of_wrong;  // -da/dr
     squared += a[i] * all;
     // d(squared)/dr, and dr/d(log_s) = -r.
-    slope[i] = -r[i] * 2.0 * (a[i] * (above - below) * rate - per_r * all);
+    grad[i] = -r[i] * 2.0 * (a[i] * (above - below) * rate - per_r * all);
   }
   return squared;
 }
 
-// Corrects the slopes of rows of equal confidence, which count neither as lower nor as higher.
+// Corrects the gradients of rows of equal confidence, which count neither as lower nor as higher.
 void correct_ties(const Ordered& rows, int64_t n, double rate) {
   const double *r = rows.r, *a = rows.a, *decay = rows.decay, *up = rows.up, *down = rows.down;
   const auto below = [&](int64_t i) { return i > 0 ? up[i - 1] * decay[i - 1] : 0.0; };
@@ -233,22 +233,22 @@ void correct_ties(const Ordered& rows, int64_t n, double rate) {
     while (i < n && r[i] == r[begin]) ++i;
     const double difference = above(i - 1) - below(begin);
     for (int64_t k = begin; k < i; ++k) {
-      rows.slope[k] += -r[k] * 2.0 * a[k] * (difference - (above(k) - below(k))) * rate;
+      rows.grad[k] += -r[k] * 2.0 * a[k] * (difference - (above(k) - below(k))) * rate;
     }
   }
 }
 
 template <typename Key, int kShift, typename Real>
-void store_slopes(const Key* keys, int64_t n, const double* slope, double scale, Real* to) {
+void store_gradients(const Key* keys, int64_t n, const double* grad, double scale, Real* to) {
   for (int64_t i = 0; i < n; ++i) {
     const auto row = static_cast<int64_t>((keys[i] & ((Key(1) << kShift) - 1)) >> 1);
-    to[row] = static_cast<Real>(scale * slope[i]);
+    to[row] = static_cast<Real>(scale * grad[i]);
   }
 }
 
 template <int kNumberBits, typename Real>
 double error_of_rows(const MmceBatch& batch, const Real* log_s, const BitsOf<Real>* flags,
-                     const Extent<BitsOf<Real>>& extent, double scale, Real* slope) {
+                     const Extent<BitsOf<Real>>& extent, double scale, Real* grad) {
   using Key = typename KeyOf<kNumberBits>::type;
   constexpr int kShift = 8 * sizeof(Key) - kNumberBits;
   const int64_t n = extent.count;
@@ -265,26 +265,26 @@ double error_of_rows(const MmceBatch& batch, const Real* log_s, const BitsOf<Rea
   const std::unique_ptr<double[]> numbers(new double[kArrays * n]);
   double* next = numbers.get();
   Ordered rows;
-  for (double** array : {&rows.r, &rows.a, &rows.decay, &rows.up, &rows.down, &rows.slope}) {
+  for (double** array : {&rows.r, &rows.a, &rows.decay, &rows.up, &rows.down, &rows.grad}) {
     *array = std::exchange(next, next + n);
   }
   confidences<Real, kShift>(keys, extent.most, n, of_correct, of_wrong, rows.r, rows.a);
   decays(rows.r, n, rate, rows.decay);
   sum_up_and_down(rows.a, rows.decay, n, rows.up, rows.down);
-  const double squared = slopes(rows, keys, n, rate, of_correct, of_wrong);
+  const double squared = gradients(rows, keys, n, rate, of_correct, of_wrong);
   correct_ties(rows, n, rate);
   // The root has no derivative at 0; the code uses 0. Rounding may leave the square slightly below 0.
   const double error = squared > 0 ? std::sqrt(squared) : 0;
   const double of_root = squared > 0 ? 0.5 / error : 0;
-  if (n < batch.rows) std::fill_n(slope, batch.rows, Real(0));
-  store_slopes<Key, kShift>(keys, n, rows.slope, scale * static_cast<double>(n) * of_root, slope);
+  if (n < batch.rows) std::fill_n(grad, batch.rows, Real(0));
+  store_gradients<Key, kShift>(keys, n, rows.grad, scale * static_cast<double>(n) * of_root, grad);
   return error;
 }
 
 }  // namespace
 
 template <typename Real>
-MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* top, double scale, Real* slope) {
+MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* top, double scale, Real* grad) {
   using Bits = BitsOf<Real>;
   const std::unique_ptr<Bits[]> flags(new Bits[batch.rows]);
   const auto compare = [&](const auto* labels) {
@@ -305,19 +305,19 @@ MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* t
   extent_of(log_s, flags.get(), batch.rows, &extent);
   const bool one_sided = extent.n_correct == 0 || extent.n_correct == extent.count;
   if (extent.count == 0 || (batch.weighted && one_sided)) {
-    std::fill_n(slope, batch.rows, Real(0));
+    std::fill_n(grad, batch.rows, Real(0));
     return {0, extent.count};
   }
   if (extent.most > bit_cast<Bits>(std::numeric_limits<Real>::infinity())) {
     // A row with NaN logits has no place in the order; the error of the batch is then NaN.
-    std::fill_n(slope, batch.rows, std::numeric_limits<Real>::quiet_NaN());
+    std::fill_n(grad, batch.rows, std::numeric_limits<Real>::quiet_NaN());
     return {std::numeric_limits<double>::quiet_NaN(), extent.count};
   }
   double error;
   if (sizeof(Real) == sizeof(float) && batch.rows <= std::numeric_limits<int32_t>::max()) {
-    error = error_of_rows<32>(batch, log_s, flags.get(), extent, scale, slope);
+    error = error_of_rows<32>(batch, log_s, flags.get(), extent, scale, grad);
   } else {
-    error = error_of_rows<64>(batch, log_s, flags.get(), extent, scale, slope);
+    error = error_of_rows<64>(batch, log_s, flags.get(), extent, scale, grad);
   }
   return {error, extent.count};
 }

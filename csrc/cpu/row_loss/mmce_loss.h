@@ -20,9 +20,9 @@ struct MmceError {
   int64_t count;  // of the rows that are not ignored
 };
 
-// log_s: [rows], minus the logarithm of the confidence. `top`: [rows], the predicted class, as class_as_number. `slope`
+// log_s: [rows], minus the logarithm of the confidence. `top`: [rows], the predicted class, as class_as_number. `grad`
 // receives scale * count * d(error)/d(log_s), 0 in ignored rows.
 template <typename Real>
-MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* top, double scale, Real* slope);
+MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* top, double scale, Real* grad);
 
 }  // namespace focalkern::cpu
