@@ -19,7 +19,7 @@ from focalkern.calibrators._inputs import floored_input
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
 
-__all__ = ["Calibrator", "load_calibrator"]
+__all__ = ["Calibrator", "FusedCalibrator", "load_calibrator"]
 
 
 class Calibrator(Fitted):
@@ -121,7 +121,19 @@ class Calibrator(Fitted):
         return rows
 
     def as_module(self) -> torch.nn.Module:
-        raise NotImplementedError
+        """The fitted map as a module, to append to a network.
+
+        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
+        [...] to calibrated logits.
+
+        Returns:
+            The module, without parameters to train.
+
+        Raises:
+            NotFittedError: call ``fit`` or ``load`` first.
+        """
+        self._check_fitted()
+        return self._placed(self._module(one_logit=self.one_logit_))
 
     def save(self, path: str | os.PathLike[str], *, evidence: Mapping[str, Any] | None = None) -> None:
         """Write the fitted calibrator as JSON. The write is atomic: after an error an existing file is unchanged.
@@ -218,6 +230,10 @@ class Calibrator(Fitted):
         """Fits to the rows and returns the fitted attributes by name."""
         raise NotImplementedError
 
+    def _module(self, *, one_logit: bool = False) -> torch.nn.Module:
+        """The fitted map before the floor, as :meth:`as_module` returns it."""
+        raise NotImplementedError
+
     def _fit_warnings(self, rows: FitData) -> Iterable[str]:
         """Sentences of the warning about a fit on these rows, each with its remedy."""
         return self._warnings_of(torch.bincount(rows.target, minlength=rows.input.shape[1]))
@@ -225,6 +241,39 @@ class Calibrator(Fitted):
     def _warnings_of(self, class_counts: Tensor) -> Iterable[str]:
         """The warnings of :meth:`_fit_warnings` that need only the number of rows per class [C]."""
         return ()
+
+
+class FusedCalibrator(Calibrator):
+    """A calibrator whose module has a compiled operator, and the same map in torch's own operators."""
+
+    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
+        """The fitted map as a module, to append to a network.
+
+        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
+        [...] to calibrated logits.
+
+        Args:
+            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
+                these.
+
+        Returns:
+            The module, without parameters to train.
+
+        Raises:
+            NotFittedError: call ``fit`` or ``load`` first.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> network = torch.nn.Sequential(torch.nn.Linear(5, 2), calibrator.as_module())
+            >>> network(torch.ones(1, 5)).exp().sum().round(decimals=4).item()
+            1.0
+        """
+        self._check_fitted()
+        return self._placed(self._module(fused, one_logit=self.one_logit_))
+
+    def _module(self, fused: bool = True, *, one_logit: bool = False) -> torch.nn.Module:
+        raise NotImplementedError
 
 
 def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:

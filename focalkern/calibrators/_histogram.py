@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import MOST_BINS, integer
 from focalkern._types import InputKind
-from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._base import FusedCalibrator
 from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class
@@ -27,7 +27,7 @@ _PROPER = ("nll", "brier")
 _BINNINGS: tuple[Binning, ...] = get_args(Binning)
 
 
-class HistogramBinning(Calibrator):
+class HistogramBinning(FusedCalibrator):
     r"""Histogram binning of the top class: a confidence becomes the accuracy of its bin.
 
     .. math::
@@ -93,25 +93,6 @@ class HistogramBinning(Calibrator):
         self.binning = binning
         self.scaling = scaling
         self.input_kind = input_kind
-
-    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
-        """Scaling and bins as a module, to append to a network.
-
-        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
-        [...] to calibrated logits.
-
-        Args:
-            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
-                these.
-
-        Returns:
-            The module, without parameters to train.
-
-        Raises:
-            NotFittedError: call ``fit`` or ``load`` first.
-        """
-        self._check_fitted()
-        return self._placed(self._module(fused, one_logit=self.one_logit_))
 
     # -- private ------------------------------------------------------------------------------------------------
 

@@ -76,21 +76,6 @@ class IsotonicCalibration(Calibrator):
         self.floor = floor
         self.input_kind = input_kind
 
-    def as_module(self) -> torch.nn.Module:
-        """The fitted map as a module, to append to a network.
-
-        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
-        [...] to calibrated logits.
-
-        Returns:
-            The module, without parameters to train.
-
-        Raises:
-            NotFittedError: call ``fit`` or ``load`` first.
-        """
-        self._check_fitted()
-        return self._placed(self._module(one_logit=self.one_logit_))
-
     # -- private ------------------------------------------------------------------------------------------------
 
     def _module(self, *, one_logit: bool = False) -> IsotonicLogProbs:

@@ -74,21 +74,6 @@ class RobustTemperatureScaling(FitsBatches):
     def __init__(self, *, input_kind: InputKind = LOGITS) -> None:
         self.input_kind = input_kind
 
-    def as_module(self) -> torch.nn.Module:
-        """The fitted map as a module, to append to a network.
-
-        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
-        [...] to calibrated logits.
-
-        Returns:
-            The module, without parameters to train.
-
-        Raises:
-            NotFittedError: call ``fit`` or ``load`` first.
-        """
-        self._check_fitted()
-        return self._placed(self._module(one_logit=self.one_logit_))
-
     # -- private ------------------------------------------------------------------------------------------------
 
     def _keeps_predictions(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern._types import CRITERIA, PROPER, Criterion, Estimator, InputKind, Proper
-from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._base import FusedCalibrator
 from focalkern.calibrators._document import as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._fitted import Layout
@@ -36,7 +36,7 @@ from focalkern.ops.calibration_map import focal_calibration_map
 __all__ = ["Scaling"]
 
 
-class Scaling(Calibrator):
+class Scaling(FusedCalibrator):
     """Base of both scalings, which differ only in the gammas that they search."""
 
     _parameter_names: ClassVar[tuple[str, ...]] = (
@@ -101,34 +101,11 @@ class Scaling(Calibrator):
         self._become(found, Layout(n_classes), n_samples=n_samples)
         return self
 
-    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
-        """The fitted map as a module, to append to a network.
-
-        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
-        [...] to calibrated logits.
-
-        Args:
-            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
-                these.
-
-        Returns:
-            The module, without parameters to train.
-
-        Raises:
-            NotFittedError: call ``fit`` or ``load`` first.
-
-        Example:
-            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
-            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
-            >>> network = torch.nn.Sequential(torch.nn.Linear(5, 2), calibrator.as_module())
-            >>> network(torch.ones(1, 5)).exp().sum().round(decimals=4).item()
-            1.0
-        """
-        self._check_fitted()
-        module = CalibratedLogits if self.one_logit_ else CalibratedLogProbs
-        return self._placed(module(self.gamma_, self.temperature_, self.input_kind, fused=fused))
-
     # -- private ------------------------------------------------------------------------------------------------
+
+    def _module(self, fused: bool = True, *, one_logit: bool = False) -> torch.nn.Module:
+        module = CalibratedLogits if one_logit else CalibratedLogProbs
+        return module(self.gamma_, self.temperature_, self.input_kind, fused=fused)
 
     def _gammas(self) -> Any:
         raise NotImplementedError

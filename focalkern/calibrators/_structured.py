@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focalkern._checks import flag, number
 from focalkern._types import InputKind
-from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._base import FusedCalibrator
 from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._inputs import can_occur
@@ -36,7 +36,7 @@ _Found = tuple[str, float, Tensor, Tensor]
 """Name of the solver; temperature, weight and bias."""
 
 
-class StructuredScaling(Calibrator):
+class StructuredScaling(FusedCalibrator):
     r"""Structured vector or matrix scaling: regularised logistic regression on temperature-scaled log-probabilities.
 
     .. math::
@@ -118,25 +118,6 @@ class StructuredScaling(Calibrator):
         self.solver = solver
         self.floor = floor
         self.input_kind = input_kind
-
-    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
-        """The fitted map as a module, to append to a network.
-
-        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
-        [...] to calibrated logits.
-
-        Args:
-            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
-                these.
-
-        Returns:
-            The module, without parameters to train.
-
-        Raises:
-            NotFittedError: call ``fit`` or ``load`` first.
-        """
-        self._check_fitted()
-        return self._placed(self._module(fused, one_logit=self.one_logit_))
 
     # -- private ------------------------------------------------------------------------------------------------
 
