@@ -1,6 +1,7 @@
 """The order of the layers: a file imports only from those above its own, and no import is circular."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -52,6 +53,16 @@ STUDY = (
 REPORT = ("html", "tables", "export", "class_terms", "explorer", "page", "sweep")
 # Folders outside the package, and the folders from which each may import.
 BESIDE = {"focalkern": set(), "tools": {"focalkern"}, "benchmarks": {"focalkern", "tools"}, "examples": {"focalkern"}}
+
+# Folders of csrc, and those whose headers each may include beside its own.
+CSRC = {
+    "math": set(),
+    "kernels": {"math"},
+    "cpu": {"math", "kernels"},
+    "cuda": {"math", "kernels"},
+    "bindings": {"math", "kernels", "cpu", "cuda"},
+    "stable": {"math", "kernels", "cpu", "cuda", "bindings"},
+}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "tools").is_dir(), reason="not in the source tree")
 
@@ -158,6 +169,32 @@ def test_folders_beside_the_package(folder):
     known = modules(folder)
     found = {name: {target.partition(".")[0] for target, _ in imports(path, known)} for name, path in known.items()}
     assert {name: targets & others for name, targets in found.items() if targets & others} == {}
+
+
+def includes():
+    """The sources and headers of csrc that each of them includes, relative to csrc."""
+    csrc = ROOT / "csrc"
+    return {
+        path.relative_to(csrc).as_posix(): set(re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8")))
+        for path in sorted(csrc.rglob("*.*"))
+    }
+
+
+def folder_of(name):
+    return name.partition("/")[0]
+
+
+def test_no_folder_of_csrc_includes_one_below():
+    found = includes()
+    assert {folder_of(name) for name in found} == set(CSRC)
+    pairs = [(name, target) for name, targets in found.items() for target in targets]
+    assert {target for _, target in pairs} <= set(found)
+    allowed = {folder: {folder, *others} for folder, others in CSRC.items()}
+    assert [pair for pair in pairs if folder_of(pair[1]) not in allowed[folder_of(pair[0])]] == []
+
+
+def test_no_include_is_circular():
+    list(TopologicalSorter(includes()).static_order())  # raises CycleError, which names the circle
 
 
 def test_an_import_that_runs_back_is_found():
