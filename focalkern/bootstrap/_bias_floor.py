@@ -33,7 +33,7 @@ class BiasFloor:
         >>> floor = fk.bootstrap.bias_floor(torch.tensor([[0.8, 0.2]]).repeat(200, 1))["ece_equal_width"]
         >>> round(floor.mean, 2), floor.quantile(0.95) > floor.mean
         (0.02, True)
-        >>> round(floor.p_value(0.5), 3), "is more than noise" in floor.in_words(0.5)
+        >>> round(floor.p_value(0.5), 3), "is more than noise" in floor.describe(0.5)
         (0.001, True)
     """
 
@@ -75,7 +75,7 @@ class BiasFloor:
             return math.nan
         return (1 + int((self.samples >= observed).sum())) / (1 + len(self.samples))
 
-    def in_words(self, observed: float) -> str:
+    def describe(self, observed: float) -> str:
         """One sentence for a report that says whether ``observed`` is more than noise.
 
         Args:

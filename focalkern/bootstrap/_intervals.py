@@ -65,7 +65,7 @@ class PairedBootstrap:
         (200, True)
         >>> found.difference("T = 2.9", "as it is", "nll").high < 0 < found.interval("as it is", "nll").low
         True
-        >>> found.in_words("T = 2.9", "as it is", "accuracy").startswith("accuracy does not distinguish")
+        >>> found.describe("T = 2.9", "as it is", "accuracy").startswith("accuracy does not distinguish")
         True
     """
 
@@ -141,7 +141,7 @@ class PairedBootstrap:
         difference = self.difference(name, other, figure)
         return difference.low > 0 if figure in HIGHER_IS_BETTER else difference.high < 0
 
-    def in_words(self, name: str, other: str, figure: str) -> str:
+    def describe(self, name: str, other: str, figure: str) -> str:
         """One sentence for a report that says whether ``name`` and ``other`` differ in a metric.
 
         Args:

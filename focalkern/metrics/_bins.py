@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._arrays import arrays_for_arrays
 from focalkern.metrics._images import flattened
-from focalkern.metrics._inputs import Estimator, Rows, check_bins, confidence_and_correct
+from focalkern.metrics._inputs import Estimator, MetricInput, check_bins, confidence_and_correct
 
 __all__ = [
     "ReliabilityBins",
@@ -105,7 +105,7 @@ def reliability_bins(
         >>> bins.count, bins.accuracy
         (tensor([2, 2]), tensor([0.5000, 1.0000], dtype=torch.float64))
     """
-    rows = flattened("reliability_bins", Rows(probs, target, confidence, correct), ignore_index)
+    rows = flattened("reliability_bins", MetricInput(probs, target, confidence, correct), ignore_index)
     return bins_of("reliability_bins", rows, n_bins, estimator)
 
 
@@ -135,7 +135,7 @@ def debiased_error(bins: ReliabilityBins, norm: Literal["l1", "l2"] = "l2") -> T
 
 
 @torch.no_grad()
-def bins_of(op: str, rows: Rows, n_bins: int, estimator: Estimator) -> ReliabilityBins:
+def bins_of(op: str, rows: MetricInput, n_bins: int, estimator: Estimator) -> ReliabilityBins:
     n_bins = check_bins(op, n_bins, estimator)
     confidence, correct = confidence_and_correct(op, *rows)
     n_samples = confidence.shape[-1]

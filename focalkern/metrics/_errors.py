@@ -10,7 +10,7 @@ from focalkern._arrays import arrays_for_arrays
 from focalkern._checks import one_of
 from focalkern.metrics._bins import bins_of, debiased_error, expected_error, maximum_error, rms_error
 from focalkern.metrics._images import Per, measured
-from focalkern.metrics._inputs import Estimator, Rows, check_bins, probs_and_target
+from focalkern.metrics._inputs import Estimator, MetricInput, check_bins, probs_and_target
 
 __all__ = [
     "classwise_calibration_error",
@@ -80,7 +80,7 @@ def expected_calibration_error(
     return measured(
         op,
         lambda rows: expected_error(bins_of(op, rows, n_bins, estimator)),
-        Rows(probs, target, confidence, correct),
+        MetricInput(probs, target, confidence, correct),
         ignore_index,
         per,
     )
@@ -125,7 +125,7 @@ def maximum_calibration_error(
     return measured(
         op,
         lambda rows: maximum_error(bins_of(op, rows, n_bins, estimator)),
-        Rows(probs, target, confidence, correct),
+        MetricInput(probs, target, confidence, correct),
         ignore_index,
         per,
     )
@@ -168,7 +168,7 @@ def rms_calibration_error(
     return measured(
         op,
         lambda rows: rms_error(bins_of(op, rows, n_bins, estimator)),
-        Rows(probs, target, confidence, correct),
+        MetricInput(probs, target, confidence, correct),
         ignore_index,
         per,
     )
@@ -229,7 +229,7 @@ def debiased_calibration_error(
     return measured(
         op,
         lambda rows: debiased_error(bins_of(op, rows, n_bins, estimator), norm),
-        Rows(probs, target, confidence, correct),
+        MetricInput(probs, target, confidence, correct),
         ignore_index,
         per,
     )
@@ -279,13 +279,13 @@ def classwise_calibration_error(
     return measured(
         name,
         lambda rows: _classwise(name, rows, n_bins, estimator, reduction),
-        Rows(probs, target),
+        MetricInput(probs, target),
         ignore_index,
         per,
     )
 
 
-def _classwise(name: str, rows: Rows, n_bins: int, estimator: Estimator, reduction: str) -> Tensor:
+def _classwise(name: str, rows: MetricInput, n_bins: int, estimator: Estimator, reduction: str) -> Tensor:
     probs, target = probs_and_target(name, rows.probs, rows.target)
     *batch, n_samples, n_classes = probs.shape
     errors = torch.empty(*batch, n_classes, dtype=torch.float64, device=probs.device)

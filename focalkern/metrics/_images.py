@@ -8,7 +8,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
 from focalkern._checks import label, label_range, one_of
-from focalkern.metrics._inputs import Rows, as_labels, as_probs, confidence_and_correct
+from focalkern.metrics._inputs import MetricInput, as_labels, as_probs, confidence_and_correct
 
 __all__ = ["Per", "flattened", "measured"]
 
@@ -16,7 +16,13 @@ Per = Literal["set", "image"]
 
 
 def measured(
-    op: str, metric: Callable[[Rows], Tensor], given: Rows, ignore_index: int | None, per: Per, *, log: bool = False
+    op: str,
+    metric: Callable[[MetricInput], Tensor],
+    given: MetricInput,
+    ignore_index: int | None,
+    per: Per,
+    *,
+    log: bool = False,
 ) -> Tensor:
     """``metric`` of all rows, or its mean over the images that have rows. ``log`` permits any value in probs."""
     one_of(op, "per", per, ("set", "image"))
@@ -36,7 +42,7 @@ def measured(
     return torch.stack(errors).mean(0) if errors else metric(_part(rows, counts, slice(None)))
 
 
-def flattened(op: str, given: Rows, ignore_index: int | None = None, *, log: bool = False) -> Rows:
+def flattened(op: str, given: MetricInput, ignore_index: int | None = None, *, log: bool = False) -> MetricInput:
     """Pixels as rows without ignored pixels. Rows and batches of sets are returned unchanged."""
     if ignore_index is None:
         if given.probs is None:
@@ -47,19 +53,19 @@ def flattened(op: str, given: Rows, ignore_index: int | None = None, *, log: boo
     return _part(*_pixels(op, _tensors(op, given), ignore_index, log=log), slice(None))
 
 
-def _tensors(op: str, given: Rows) -> Rows:
-    named = zip(Rows._fields, given, strict=True)
-    return Rows(*(None if one is None else as_tensor(one, f"{op}: {name}") for name, one in named))
+def _tensors(op: str, given: MetricInput) -> MetricInput:
+    named = zip(MetricInput._fields, given, strict=True)
+    return MetricInput(*(None if one is None else as_tensor(one, f"{op}: {name}") for name, one in named))
 
 
-def _labels(op: str, given: Rows) -> Tensor:
+def _labels(op: str, given: MetricInput) -> Tensor:
     labels: Tensor | None = given.correct if given.target is None else given.target
     if labels is None:
         raise ValueError(f"{op}: expected either target or correct, got neither")
     return labels
 
 
-def _is_dense(op: str, given: Rows) -> bool:
+def _is_dense(op: str, given: MetricInput) -> bool:
     """Whether the arguments are pixels (classes in dimension 1 of more than two), by the shape of the labels."""
     probs, labels = given.probs, given.correct if given.target is None else given.target
     if probs.dim() < 3 or labels is None or labels.shape != _shape_of_pixels(probs):
@@ -77,7 +83,7 @@ def _shape_of_pixels(probs: Tensor) -> tuple[int, ...]:
     return (*probs.shape[:1], *probs.shape[2:])
 
 
-def _pixels(op: str, given: Rows, ignore_index: int | None, *, log: bool) -> tuple[Rows, Tensor]:
+def _pixels(op: str, given: MetricInput, ignore_index: int | None, *, log: bool) -> tuple[MetricInput, Tensor]:
     """The pixels as rows, and [rows] bool, False for ignored ones. Errors give the index among all rows."""
     labels, values = _labels(op, given), given.confidence if given.probs is None else given.probs
     if given.probs is not None and (values.dim() < 2 or labels.shape != _shape_of_pixels(values)):
@@ -88,7 +94,7 @@ def _pixels(op: str, given: Rows, ignore_index: int | None, *, log: bool) -> tup
     if given.probs is None and values is not None and labels.shape != values.shape:
         raise ValueError(f"{op}: correct must be [N, d1, ...] = {list(values.shape)}, got {list(labels.shape)}")
     flat = (None if one is None else one.reshape(-1) for one in given[1:])
-    rows = Rows(None if given.probs is None else flat_rows(given.probs), *flat)
+    rows = MetricInput(None if given.probs is None else flat_rows(given.probs), *flat)
     counts = torch.ones(labels.numel(), dtype=torch.bool, device=labels.device)
     if ignore_index is not None:
         ignore_index = label(op, "ignore_index", ignore_index, " or None")
@@ -104,7 +110,7 @@ def _pixels(op: str, given: Rows, ignore_index: int | None, *, log: bool) -> tup
     return rows, counts
 
 
-def _part(rows: Rows, counts: Tensor, place: slice) -> Rows:
+def _part(rows: MetricInput, counts: Tensor, place: slice) -> MetricInput:
     """The rows at ``place`` that are not ignored."""
-    part, kept = Rows(*(None if one is None else one[place] for one in rows)), counts[place]
-    return part if bool(kept.all()) else Rows(*(None if one is None else one[kept] for one in part))
+    part, kept = MetricInput(*(None if one is None else one[place] for one in rows)), counts[place]
+    return part if bool(kept.all()) else MetricInput(*(None if one is None else one[kept] for one in part))

@@ -12,7 +12,7 @@ from focalkern._types import ESTIMATORS, Estimator
 __all__ = [
     "ESTIMATORS",
     "Estimator",
-    "Rows",
+    "MetricInput",
     "as_labels",
     "as_probs",
     "check_bins",
@@ -26,7 +26,7 @@ __all__ = [
 _ABOVE_ONE = 1e-3
 
 
-class Rows(NamedTuple):
+class MetricInput(NamedTuple):
     """The unchecked arguments of a metric: probabilities or confidences, labels or correctness."""
 
     probs: Any = None

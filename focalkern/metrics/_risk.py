@@ -10,7 +10,7 @@ from torch import Tensor
 from focalkern._arrays import arrays_for_arrays
 from focalkern._checks import number
 from focalkern.metrics._images import flattened
-from focalkern.metrics._inputs import Rows, confidence_and_correct
+from focalkern.metrics._inputs import MetricInput, confidence_and_correct
 
 __all__ = ["AcceptThreshold", "RiskCoverage", "accept_threshold", "risk_coverage"]
 
@@ -121,7 +121,7 @@ def risk_coverage(
         >>> curve.risk
         tensor([0.0000, 0.3333, 0.5000], dtype=torch.float64)
     """
-    values, accepted, errors = _accepted("risk_coverage", Rows(probs, target, confidence, correct), ignore_index)
+    values, accepted, errors = _accepted("risk_coverage", MetricInput(probs, target, confidence, correct), ignore_index)
     rows = accepted[-1] if len(accepted) else 1.0
     return RiskCoverage(values, accepted / rows, errors / accepted)
 
@@ -180,7 +180,7 @@ def accept_threshold(
         if not 0 < levels[name] < 1:
             raise ValueError(f"{op}: {name} must be between 0 and 1, got {levels[name]}")
     level, risk = (1 - levels["confidence"]) / _CANDIDATES, levels["max_risk"]
-    values, accepted, errors = _accepted(op, Rows(probs, target, scores, correct), ignore_index)
+    values, accepted, errors = _accepted(op, MetricInput(probs, target, scores, correct), ignore_index)
     rows = int(accepted[-1]) if len(accepted) else 0
     least = math.ceil(math.log(level) / math.log1p(-risk))  # (1 - risk)^least <= level
     # Spaced by numbers of rows, which do not depend on the labels. Rows with equal confidence are accepted together.
@@ -194,7 +194,7 @@ def accept_threshold(
     return AcceptThreshold(math.inf, 0.0, math.nan, math.nan, 0, 0, risk, levels["confidence"])
 
 
-def _accepted(op: str, given: Rows, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _accepted(op: str, given: MetricInput, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct confidences [K], descending; number of rows with at least this confidence; number of wrong ones."""
     confidence, correct = confidence_and_correct(op, *flattened(op, given, ignore_index))
     if confidence.dim() != 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 from focalkern._arrays import arrays_for_arrays, as_tensor
 from focalkern._checks import flag
 from focalkern.metrics._images import Per, measured
-from focalkern.metrics._inputs import Rows, confidence_and_correct, probs_and_target
+from focalkern.metrics._inputs import MetricInput, confidence_and_correct, probs_and_target
 
 __all__ = ["accuracy", "aurc", "auroc", "brier_score", "nll"]
 
@@ -40,14 +40,14 @@ def nll(probs: Any, target: Any, *, log: bool = False, ignore_index: int | None 
     """
     log = flag("nll", "log", log)
 
-    def of_rows(rows: Rows) -> Tensor:
+    def of_rows(rows: MetricInput) -> Tensor:
         probs, target = probs_and_target("nll", rows.probs, rows.target, log=log)
         of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
         # 0 - x, not -x, so that a perfect score is 0.0, not -0.0.
         log_probs = of_target if log else of_target.log()
         return torch.sub(0.0, log_probs).mean(-1)
 
-    return measured("nll", of_rows, Rows(probs, target), ignore_index, per, log=log)
+    return measured("nll", of_rows, MetricInput(probs, target), ignore_index, per, log=log)
 
 
 @arrays_for_arrays
@@ -76,7 +76,7 @@ def brier_score(probs: Any, target: Any, *, ignore_index: int | None = None, per
         tensor(0.3200, dtype=torch.float64)
     """
 
-    def of_rows(rows: Rows) -> Tensor:
+    def of_rows(rows: MetricInput) -> Tensor:
         probs, target = probs_and_target("brier_score", rows.probs, rows.target)
         index = target.unsqueeze(-1)
         residual = probs.to(torch.float64, copy=True)
@@ -84,7 +84,7 @@ def brier_score(probs: Any, target: Any, *, ignore_index: int | None = None, per
         result: Tensor = residual.square_().sum(-1).mean(-1)
         return result
 
-    return measured("brier_score", of_rows, Rows(probs, target), ignore_index, per)
+    return measured("brier_score", of_rows, MetricInput(probs, target), ignore_index, per)
 
 
 @arrays_for_arrays
@@ -123,13 +123,13 @@ def accuracy(
     if correct is not None and (probs is not None or target is not None):
         raise ValueError("accuracy: correct replaces probs and target, got both")
 
-    def of_rows(rows: Rows) -> Tensor:
+    def of_rows(rows: MetricInput) -> Tensor:
         if rows.correct is not None:
             return as_tensor(rows.correct, "accuracy: correct").to(torch.float64).mean(-1)
         scores, target = probs_and_target("accuracy", rows.probs, rows.target, log=True)
         return (scores.argmax(-1) == target).to(torch.float64).mean(-1)
 
-    return measured("accuracy", of_rows, Rows(probs, target, None, correct), ignore_index, per, log=True)
+    return measured("accuracy", of_rows, MetricInput(probs, target, None, correct), ignore_index, per, log=True)
 
 
 @arrays_for_arrays
@@ -174,11 +174,11 @@ def aurc(
         tensor(0.0833, dtype=torch.float64)
     """
     excess = flag("aurc", "excess", excess)
-    given = Rows(probs, target, confidence, correct)
+    given = MetricInput(probs, target, confidence, correct)
     return measured("aurc", lambda rows: _risk_area(rows, excess=excess), given, ignore_index, per)
 
 
-def _risk_area(rows: Rows, *, excess: bool) -> Tensor:
+def _risk_area(rows: MetricInput, *, excess: bool) -> Tensor:
     confidence, correct = confidence_and_correct("aurc", *rows)
     n_samples = confidence.shape[-1]
     ordered, order = confidence.sort(dim=-1, descending=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from focalkern._arrays import arrays_for_arrays
 from focalkern._checks import number
 from focalkern.metrics._images import Per, measured
-from focalkern.metrics._inputs import Rows, confidence_and_correct
+from focalkern.metrics._inputs import MetricInput, confidence_and_correct
 
 __all__ = ["smooth_calibration_error"]
 
@@ -70,11 +70,11 @@ def smooth_calibration_error(
         bandwidth = number(op, "bandwidth", bandwidth, "a number or None")
         if not bandwidth > 0:
             raise ValueError(f"{op}: bandwidth must be positive, got {bandwidth}")
-    given = Rows(probs, target, confidence, correct)
+    given = MetricInput(probs, target, confidence, correct)
     return measured(op, lambda rows: _of_rows(op, rows, bandwidth), given, ignore_index, per)
 
 
-def _of_rows(op: str, rows: Rows, bandwidth: float | None) -> Tensor:
+def _of_rows(op: str, rows: MetricInput, bandwidth: float | None) -> Tensor:
     confidence, correct = confidence_and_correct(op, *rows)
     *batch, n_samples = confidence.shape
     result = torch.full((math.prod(batch),), math.nan, dtype=torch.float64, device=confidence.device)

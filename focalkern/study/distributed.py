@@ -105,7 +105,7 @@ class Processes:
         if self.size > 1:
             import torch.distributed as dist
 
-            with self._clearly("sums of the figures"):
+            with self._clearly("sums of the scores"):
                 dist.all_reduce(tensor)
         return tensor
 

@@ -22,7 +22,7 @@ _LOOK = 1 << 16  # number of samples of this process that are checked for proble
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowRange:
     """Rows [first, first + n) of a set, in memory, with the interface of ``ShardedRows``."""
 
     input: Tensor
@@ -121,5 +121,5 @@ def share_rows(
     if total == 0:
         raise ValueError(f"{_OP}: logits must have at least one row on some process, got none")
     source = "rows in memory" if processes.size == 1 else f"rows of {processes.size} processes"
-    shared: Any = _Rows(input, target.to(torch.int64), first, total, input_kind, name, source)
+    shared: Any = _RowRange(input, target.to(torch.int64), first, total, input_kind, name, source)
     return _SharedSamples(shared, processes, Progress(None, 0, processes))

@@ -173,22 +173,22 @@ def test_texts_follow_the_interval():
     }
     found = paired_bootstrap(probs, target, n_resamples=200)
     difference = found.difference("T = 1", "T = 0.05", "brier")
-    assert found.in_words("T = 1", "T = 0.05", "brier") == (
+    assert found.describe("T = 1", "T = 0.05", "brier") == (
         "Brier score of T = 1 is better than that of T = 0.05 beyond chance: the difference is "
         f"{difference.estimate:+.4f}, 95 % interval {difference.low:+.4f} to {difference.high:+.4f}."
     )
-    assert "is worse than that of T = 1 beyond chance" in found.in_words("T = 0.05", "T = 1", "nll")
-    assert found.in_words("T = 1", "T = 1", "accuracy") == (
+    assert "is worse than that of T = 1 beyond chance" in found.describe("T = 0.05", "T = 1", "nll")
+    assert found.describe("T = 1", "T = 1", "accuracy") == (
         "accuracy does not distinguish T = 1 and T = 1: the difference is +0.0000, and its 95 % interval "
         "+0.0000 to +0.0000 contains 0."
     )
     certain = torch.eye(5, dtype=torch.float64)[(target + 1) % 5]
     found = paired_bootstrap({"a": probs["T = 1"], "b": certain}, target, n_resamples=5)
-    assert "cannot be compared" in found.in_words("a", "b", "nll")
+    assert "cannot be compared" in found.describe("a", "b", "nll")
     floor = bias_floor(probs["T = 1"], n_resamples=100)["ece_equal_mass"]
-    assert floor.in_words(0.4).startswith("ECE (equal_mass) of 0.4000 is more than noise: a perfectly calibrated model")
-    assert f"scores {floor.mean:.4f} on average, and at most {floor.quantile(0.95):.4f} on" in floor.in_words(0.4)
-    assert "of 0.0100 is not distinguishable from noise" in floor.in_words(0.01)
+    assert floor.describe(0.4).startswith("ECE (equal_mass) of 0.4000 is more than noise: a perfectly calibrated model")
+    assert f"scores {floor.mean:.4f} on average, and at most {floor.quantile(0.95):.4f} on" in floor.describe(0.4)
+    assert "of 0.0100 is not distinguishable from noise" in floor.describe(0.01)
     assert set(NAMES_IN_WORDS) == set(bootstrap.FIGURES)
 
 

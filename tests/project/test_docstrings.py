@@ -57,7 +57,7 @@ HOOKS = {
 
 NEVER_RAISE = {
     "focalkern.AutoCalibrator.get_params",
-    "focalkern.bootstrap.BiasFloor.in_words",
+    "focalkern.bootstrap.BiasFloor.describe",
     "focalkern.bootstrap.BiasFloor.p_value",
     "focalkern.plots.Ridge.line",
 }

@@ -72,14 +72,14 @@ def a_grid(n_temperatures):
 
 
 def test_a_map_has_every_cell_where_that_costs_little():
-    gammas, temperatures, every = subsampled_grid(a_grid(500), some_rows(), 15, [])
-    assert (gammas.tolist(), len(temperatures), every) == ([0.0, 1.0], 500, 1)
+    gammas, temperatures, stride = subsampled_grid(a_grid(500), some_rows(), 15, [])
+    assert (gammas.tolist(), len(temperatures), stride) == ([0.0, 1.0], 500, 1)
 
 
-def test_a_map_that_would_cost_much_is_thinned_but_keeps_what_was_chosen(monkeypatch):
+def test_a_map_that_would_cost_much_is_subsampled_but_keeps_what_was_chosen(monkeypatch):
     monkeypatch.setattr(module, "_NUMBERS", 300 * 5 * 100)  # a hundred cells
-    _, temperatures, every = subsampled_grid(a_grid(500), some_rows(), 15, [0.01, 3.33, 7.77])
-    assert every == 10
+    _, temperatures, stride = subsampled_grid(a_grid(500), some_rows(), 15, [0.01, 3.33, 7.77])
+    assert stride == 10
     assert {0.01, 3.33} <= set(temperatures.tolist())
     assert 50 <= len(temperatures) <= 52
     # At least a sixteenth of the search, for any number of rows.
@@ -88,9 +88,9 @@ def test_a_map_that_would_cost_much_is_thinned_but_keeps_what_was_chosen(monkeyp
 
 
 def test_a_map_is_never_larger_than_its_page_may_be():
-    _, temperatures, every = subsampled_grid(a_grid(100_000), some_rows(n=2), 15, [])
+    _, temperatures, stride = subsampled_grid(a_grid(100_000), some_rows(n=2), 15, [])
     cells = 2 * len(temperatures)
-    assert every > 1
+    assert stride > 1
     assert len(base64.b64encode(bytes(cells * (36 + 10 * 15)))) < 2_000_000
 
 
