@@ -158,19 +158,28 @@ def dense(op: str, name: str, value: Tensor) -> Tensor:
     return value
 
 
-def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int) -> None:
+def smoothing(op: str, value: Any) -> None:
+    """Raises unless ``label_smoothing`` is a number in [0, 1]."""
+    if isinstance(value, bool | Tensor):
+        raise TypeError(f"{op}: label_smoothing must be a number, got {type(value).__name__}")
+    if not 0 <= number(op, "label_smoothing", value) <= 1:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {value}")
+
+
+def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int | None = None) -> None:
     """Raises unless every label is in [0, n_classes) or ignore_index. It reads the labels, which synchronises a device.
 
     Raises:
         IndexError: names the first label out of range and its row (the index into the flattened target).
     """
     labels = target.reshape(-1).long()
-    invalid = ((labels < 0) | (labels >= n_classes)) & (labels != ignore_index)
+    invalid = (labels < 0) | (labels >= n_classes)
+    if ignore_index is not None:
+        invalid &= labels != ignore_index
     if bool(invalid.any()):
         row = int(invalid.nonzero()[0])
-        raise IndexError(
-            f"{op}: target must be in [0, {n_classes}) or ignore_index, got {int(labels[row])} at row {row}"
-        )
+        ignored = "" if ignore_index is None else " or ignore_index"
+        raise IndexError(f"{op}: target must be in [0, {n_classes}){ignored}, got {int(labels[row])} at row {row}")
 
 
 ONE_LOGIT = "for one logit per sample use SigmoidFocalLoss (sigmoid_focal_loss)"

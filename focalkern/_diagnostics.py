@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._types import HALVES
+
 __all__ = [
     "input_notes",
     "input_problems",
@@ -228,7 +230,7 @@ def _informative(input: Tensor, labels: Tensor) -> bool:
 
 
 def _are_log_probabilities(input: Tensor) -> bool:
-    slack = 1e-2 if input.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    slack = 1e-2 if input.dtype in HALVES else 1e-4
     first = input[:1000].double()
     for rows in (first, input.double() if bool((first <= slack).all()) else input[:0].double()):
         if not bool(((rows <= slack).all(-1) & (rows.logsumexp(-1).abs() <= slack)).all()):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
-from focalkern._checks import label, short
+from focalkern._checks import label, label_range, short
 from focalkern.fallback._checks import sum_tolerance
 
 __all__ = ["FitData", "as_floating", "as_rows", "check_input", "check_values", "labels_array", "weighted_mean"]
@@ -68,10 +68,7 @@ def as_rows(
         ignore_index = label(name, "ignore_index", ignore_index, " or None")
 
     counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
-    outside = counts & ((labels < 0) | (labels >= n_classes))
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0])
-        raise IndexError(f"{name}: target must be in [0, {n_classes}), got {int(labels[row])} at row {row}")
+    label_range(name, labels, n_classes, ignore_index)
     if weight is not None:
         counts &= weight > 0
     check_values(name, input, input_kind, counts)

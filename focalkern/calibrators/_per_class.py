@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import MOST_BINS, integer, one_of, short
+from focalkern._checks import MOST_BINS, integer, label_range, one_of, short
 from focalkern.metrics import ESTIMATORS, Estimator, expected_calibration_error
 
 __all__ = ["per_class_report"]
@@ -135,8 +135,5 @@ def _membership(target: Tensor, probs: Tensor) -> tuple[Tensor, bool]:
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"per_class_report: target must be integer class indices, got {target.dtype}")
     target = target.to(torch.int64)
-    outside = (target < 0) | (target >= n_classes)
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0])
-        raise IndexError(f"per_class_report: target must be in [0, {n_classes}), got {int(target[row])} at row {row}")
+    label_range("per_class_report", target, n_classes)
     return torch.nn.functional.one_hot(target, n_classes) == 1, False

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern._checks import dense, finite, flag, integer, label, number
+from focalkern._checks import dense, finite, flag, integer, label, number, smoothing
 from focalkern._devices import autocast_is_on
 from focalkern._types import FLOATS, HALVES, LABELS
 from focalkern.gamma import GammaTable
@@ -21,11 +21,9 @@ def check_numbers(
     ignore_index: object, label_smoothing: Any, detach_modulation: object, chunk_rows: Any, softcap: Any
 ) -> None:
     label(_OP, "ignore_index", ignore_index)
-    for name, value in (("label_smoothing", label_smoothing), ("softcap", softcap)):
-        if isinstance(value, bool | Tensor):
-            raise TypeError(f"{_OP}: {name} must be a number, got {type(value).__name__}")
-    if not 0 <= number(_OP, "label_smoothing", label_smoothing) <= 1:
-        raise ValueError(f"{_OP}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    smoothing(_OP, label_smoothing)
+    if isinstance(softcap, bool | Tensor):
+        raise TypeError(f"{_OP}: softcap must be a number, got {type(softcap).__name__}")
     flag(_OP, "detach_modulation", detach_modulation)
     if chunk_rows is not None:
         integer(_OP, "chunk_rows", chunk_rows, 1, 2**63 - 1, " or None")

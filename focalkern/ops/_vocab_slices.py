@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from focalkern._checks import dense, finite, flag, label, label_range, number, reduction_code
+from focalkern._checks import dense, finite, flag, label, label_range, reduction_code, smoothing
 from focalkern._types import FLOATS, LABELS
 from focalkern.gamma import GammaTable
 from focalkern.ops._collectives import ALONE, all_gather, all_reduce, group_of
@@ -86,10 +86,7 @@ def check_settings(
         raise ValueError(
             f"{op}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
         )
-    if isinstance(label_smoothing, bool | Tensor):
-        raise TypeError(f"{op}: label_smoothing must be a number, got {type(label_smoothing).__name__}")
-    if not 0 <= number(op, "label_smoothing", label_smoothing) <= 1:
-        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    smoothing(op, label_smoothing)
     if isinstance(gamma, Tensor):
         dense(op, "gamma", gamma)
         if gamma.dtype not in FLOATS:

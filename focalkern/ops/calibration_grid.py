@@ -11,7 +11,7 @@ from torch import Tensor
 from focalkern._arrays import as_array, as_tensor, flat_rows
 from focalkern._checks import MOST_BINS, dense, integer, label, one_of, short, target_misfit
 from focalkern._progress import ProgressBar
-from focalkern._types import InputKind
+from focalkern._types import Estimator, InputKind
 from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
@@ -87,7 +87,7 @@ def calibration_grid(
     *,
     n_bins: int = 15,
     criteria: Sequence[Criterion] = ("ece", "nll"),
-    estimator: Literal["equal_width", "equal_mass", "equal_mass_interp"] = "equal_mass",
+    estimator: Estimator = "equal_mass",
     input_kind: InputKind = "logits",
     ignore_index: int = -100,
 ) -> CalibrationGrid:

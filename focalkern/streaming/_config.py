@@ -4,13 +4,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from focalkern._checks import MOST_BINS, integer, label
+from focalkern._types import Estimator, InputKind
 from focalkern.ops.calibration_grid import _ESTIMATORS, _INPUT_KINDS, Criterion, _axis, _check_option, _criteria
 
 __all__ = ["GridConfig", "adds_nothing", "as_ours", "short"]
@@ -24,8 +25,8 @@ class GridConfig:
     temperatures: Tensor  # [Gt] float64
     n_bins: int
     criteria: tuple[Criterion, ...]
-    estimator: Literal["equal_width", "equal_mass", "equal_mass_interp"]
-    input_kind: Literal["logits", "probs"]
+    estimator: Estimator
+    input_kind: InputKind
     ignore_index: int
     n_buckets: int
     exact: bool  # no effect with equal_width, which is always exact
@@ -38,8 +39,8 @@ class GridConfig:
         *,
         n_bins: int,
         criteria: Sequence[str],
-        estimator: Literal["equal_width", "equal_mass", "equal_mass_interp"],
-        input_kind: Literal["logits", "probs"],
+        estimator: Estimator,
+        input_kind: InputKind,
         ignore_index: int,
         n_buckets: int,
         exact: bool,

@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import dense
 from focalkern._devices import where_float64
+from focalkern._types import Estimator, InputKind, Proper
 from focalkern.ops.calibration_grid import CalibrationGrid, pixels_as_rows
 from focalkern.streaming._config import GridConfig, adds_nothing, as_ours, short
 from focalkern.streaming._reduce import all_reduced
@@ -75,8 +76,8 @@ class CalibrationGridState:
         *,
         n_bins: int = 15,
         criteria: Sequence[str] = ("ece", "nll"),
-        estimator: Literal["equal_width", "equal_mass", "equal_mass_interp"] = "equal_mass",
-        input_kind: Literal["logits", "probs"] = "logits",
+        estimator: Estimator = "equal_mass",
+        input_kind: InputKind = "logits",
         ignore_index: int = -100,
         n_buckets: int = 1024,
         exact: bool = False,
@@ -251,7 +252,7 @@ class CalibrationGridState:
         self._check_not_empty("compute")
         return self._content.grid()
 
-    def total(self, criterion: Literal["nll", "brier"]) -> Tensor:
+    def total(self, criterion: Proper) -> Tensor:
         """The sum of a criterion over the rows added so far; :meth:`compute` gives the mean.
 
         Args:
