@@ -11,7 +11,7 @@ counts = pytest.importorskip("tools.cpu.instruction_counts", reason="the benchma
 
 
 def test_the_documentation_has_the_recorded_table():
-    page = (counts.ROOT / "docs" / "evidence" / "speed.md").read_text()
+    page = (counts.ROOT / "docs" / "evidence" / "instructions.md").read_text()
     assert counts.summary() in page
     assert counts.soft_summary() in page
     assert counts.element_summary() in page
