@@ -62,7 +62,11 @@ def calibration_map_composite(
 
 
 def _definition(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool) -> Tensor:
-    """The map of checked arguments in the dtype of the computation. It does not synchronise."""
+    """The map of checked arguments in the dtype of the computation. It does not synchronise.
+
+    It has no compiled form (:mod:`focalkern.fallback._compile`): on the CPU inductor computes the last classes of a row
+    by another exponential, and equal classes would have unequal probabilities.
+    """
     if kind == _BINARY:
         return _binary(input, gamma, temperature, log)
     return _rows(input, gamma, temperature, kind == _PROBS, log)
