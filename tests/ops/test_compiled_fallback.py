@@ -175,7 +175,7 @@ def test_a_compiler_that_fails_is_said_once_and_plain_torch_goes_on(graphs, monk
     z, y = batch()
     expected = focal(z, y)
     monkeypatch.setattr(_compile, "_BACKEND", broken)
-    with pytest.warns(UserWarning, match="plain torch as it is, because torch.compile failed: .*no compiler here"):
+    with pytest.warns(UserWarning, match="uncompiled plain torch, because torch.compile failed: .*no compiler here"):
         found = focal(z, y, reduction=2)
     assert_close(found / N, expected)
     assert not fallback.compiles_on("cpu")
