@@ -1,4 +1,4 @@
-"""The Hessian of spline scaling in all parameters of a small matrix, by which L-BFGS is scaled."""
+"""The Hessian of spline scaling in all parameters of a small matrix, for the preconditioner of L-BFGS."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ _BLOCK = 1 << 14  # entries, each with m + 1 derivatives
 
 
 def softmax_of(rows: SplineRows, block: MemoryRows, map: Map, x: Tensor) -> Tensor:
-    """[n, C] float64, the calibrated probabilities of a block with its x [n, C]."""
+    """The calibrated probabilities, float64 [n, C], of a block with its x [n, C]."""
     full = map.weight is not None and map.weight.dim() == 2
     extra = x @ map.weight.T if full and map.weight is not None else None
     once = replace(block, weight=torch.ones_like(block.weight))
@@ -45,7 +45,7 @@ def linear_hessian(rows: SplineRows, map: Map, of_curve: Tensor) -> Tensor:
     n_classes, n_curve = rows.n_classes, len(map.curve)
     (i, j), of_classes = _pairs(n_classes, rows.device)
     (first, second), of_terms = _pairs(n_classes + 1, rows.device)
-    # Pairs of classes and pairs of terms of z commute, so each is computed once.
+    # The sums are symmetric in pairs of classes and in pairs of terms of z, so each pair is computed once.
     of_pairs = torch.zeros(len(i), len(first), dtype=torch.float64, device=rows.device)
     cross = torch.zeros(n_classes * n_curve, n_classes + 1, dtype=torch.float64, device=rows.device)
     for block in _small_blocks(rows):
@@ -70,7 +70,7 @@ def linear_hessian(rows: SplineRows, map: Map, of_curve: Tensor) -> Tensor:
 
 
 def of_vector(n_curve: int, n_classes: int) -> Tensor:
-    """Places of the curve, and class by class of D_jj and b_j, which are v_j and b_j of a vector: D = diag(v)."""
+    """Indices of the curve, and for each class of D_jj and b_j: the parameters of a vector, D = diag(v)."""
     classes = torch.arange(n_classes)
     own = n_curve + (n_classes + 1) * classes
     return torch.cat([torch.arange(n_curve), torch.stack([own + classes, own + n_classes], 1).reshape(-1)])
@@ -84,7 +84,7 @@ def _small_blocks(rows: SplineRows) -> Iterator[MemoryRows]:
 
 
 def _pairs(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[2, n (n + 1) / 2], i <= j; and [n, n], the place of each pair."""
+    """The pairs i <= j, [2, n (n + 1) / 2], and the index of each pair, [n, n]."""
     pairs = torch.triu_indices(n, n, device=device)
     places = torch.empty(n, n, dtype=torch.int64, device=device)
     places[pairs[0], pairs[1]] = places[pairs[1], pairs[0]] = torch.arange(pairs.shape[1], device=device)

@@ -20,19 +20,19 @@ from focalkern.calibrators._spline_rows import SplineRows
 
 __all__ = ["LBFGS_DONE", "LBFGS_DONE_IN_A_FOLD", "LBFGS_STEPS", "Preconditioner", "fit_linear", "precondition"]
 
-# With more classes the Hessian takes longer than the evaluations that it spares.
+# With more classes, the Hessian takes longer than the evaluations that it saves.
 _FEW_CLASSES = 15
 
 LBFGS_STEPS = 300
 LBFGS_DONE = 1e-4  # of the largest entry of the preconditioned gradient
 LBFGS_DONE_IN_A_FOLD = 3e-4
-# Of a root it is the length, at most 3 of these, because the largest entry depends on the order of the classes. The
-# square of the length is twice the distance to the optimal value.
+# With a root, the bound is on the length of the gradient and 3 times as large, because the largest entry depends on the
+# order of the classes. The square of the length is twice the distance to the optimal value.
 _OF_LENGTH = 3.0
 
 
 class Preconditioner(Protocol):
-    """From a point r to a step in all parameters, linear in r, and back from their gradient to that in r."""
+    """Maps a point r linearly to a step in all parameters, and the gradient in the parameters to the gradient in r."""
 
     def step(self, point: Tensor) -> Map: ...
 
@@ -41,7 +41,7 @@ class Preconditioner(Protocol):
 
 @dataclass(frozen=True)
 class Scales:
-    """The curve by a root of its inverse Hessian, the others one by one."""
+    """A preconditioner: a root of the inverse Hessian for the curve, one number for each other parameter."""
 
     curve: Tensor
     weight: Tensor
@@ -59,7 +59,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class Root:
-    """All parameters by a root of their inverse Hessian, in the order of :func:`linear_hessian`.
+    """A preconditioner: a root of the inverse Hessian in all parameters, in the order of :func:`linear_hessian`.
 
     Attributes:
         root: [P, P].
@@ -86,7 +86,8 @@ class Root:
 
 
 def precondition(rows: SplineRows, map: Map, hessian: Tensor, kinds: Sequence[str]) -> dict[str, Preconditioner]:
-    """By kind, at the scalar optimum ``map`` with its Hessian in the curve: a root of the Hessian in all, if few."""
+    """The preconditioners by kind, at the scalar optimum ``map`` with its Hessian in the curve: a root of the Hessian
+    in all parameters for few classes, else scales."""
     n_curve, n_classes = len(map.curve), rows.n_classes
     if kinds and n_classes <= _FEW_CLASSES:
         whole = linear_hessian(rows, map, hessian)
@@ -100,7 +101,7 @@ def precondition(rows: SplineRows, map: Map, hessian: Tensor, kinds: Sequence[st
 
 
 def _root(hessian: Tensor, n_curve: int, n_classes: int) -> Root | None:
-    """None if rounding made the Hessian indefinite."""
+    """The root of the Hessian; None if rounding made the Hessian indefinite."""
     factor, failed = torch.linalg.cholesky_ex(hessian)
     if bool(failed):
         return None
@@ -132,9 +133,9 @@ def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
 def fit_linear(
     rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE, pairs: Sequence[Pair] = ()
 ) -> Fit:
-    """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has both.
+    """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has weight and bias.
 
-    ``pairs`` come from a fit with the same scales to nearly the same rows.
+    ``pairs`` are the curvature pairs of a fit with the same preconditioner to nearly the same rows.
     """
     assert start.weight is not None and start.bias is not None
     blocks = None if start.weight.dim() == 1 else blocks_in_memory(rows)
