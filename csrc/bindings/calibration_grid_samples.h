@@ -1,36 +1,19 @@
 // Arguments of the calibration grid: checks, axes on the host, and the samples that count.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <array>
-#include <atomic>
 #include <cmath>
-#include <optional>
+#include <limits>
 
-#include "bindings/common.h"
-#include "kernels/calibration_grid.h"
-
-#ifdef FOCALKERN_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "bindings/calibration_grid_run.h"
+#include "bindings/interface.h"
 
 namespace focalkern::bindings {
 namespace {
 
 constexpr const char* kOp = "calibration_grid";
-
-// Criteria in the order of their tables, as bits of `criteria`.
-enum Criterion : int64_t { kEce = 1, kMce = 2, kNll = 4, kBrier = 8 };
-constexpr std::array<int64_t, 4> kCriteria{kEce, kMce, kNll, kBrier};
-
-int64_t count_criteria(int64_t criteria) {
-  return std::count_if(kCriteria.begin(), kCriteria.end(), [=](int64_t bit) { return (criteria & bit) != 0; });
-}
 
 // ---- checks --------------------------------------------------------------------------------------------------------
 
@@ -93,44 +76,7 @@ Tensor axis_on_host(const char* name, const Tensor& axis, double above) {
 
 // ---- samples -------------------------------------------------------------------------------------------------------
 
-// The samples that count, checked, with the numbers that every block needs.
-struct Samples {
-  Tensor input;                // [N, C], classes adjacent
-  Tensor target;               // [N]
-  std::optional<Tensor> kept;  // [rows] int64, or undefined if all N rows count
-  Tensor top;                  // [rows] int32
-  Tensor correct;              // [rows] uint8
-  bool input_is_probs;
-
-  int64_t rows() const { return top.numel(); }
-
-  template <typename Scalar>
-  CalibrationGridSamples<Scalar> args() const {
-    return {rows(),
-            input.size(1),
-            static_cast<const Scalar*>(input.const_data_ptr()),
-            input.stride(0),
-            input_is_probs,
-            labels_of(target),
-            pointer_or_null<int64_t>(kept),
-            static_cast<int32_t*>(top.mutable_data_ptr()),
-            static_cast<uint8_t*>(correct.mutable_data_ptr())};
-  }
-
-  // A range of them, without a copy.
-  Samples slice(int64_t begin, int64_t end) const {
-    Samples part = *this;
-    if (kept.has_value()) {
-      part.kept = kept->slice(0, begin, end);
-    } else {
-      part.input = input.slice(0, begin, end);
-      part.target = target.slice(0, begin, end);
-    }
-    part.top = top.slice(0, begin, end);
-    part.correct = correct.slice(0, begin, end);
-    return part;
-  }
-};
+using Samples = GridSamples<Interface>;
 
 Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, int64_t ignore_index) {
   TORCH_CHECK_VALUE(input.size(0) > 0, kOp, ": input must have at least one row, got [N, C] = ", input.sizes());
@@ -152,29 +98,7 @@ Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, 
   }
   samples.top = at::empty({rows}, input.options().dtype(at::kInt));
   samples.correct = at::empty({rows}, input.options().dtype(at::kByte));
-  int64_t problem = kNoRowProblem;
-  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
-    using Scalar = decltype(scalar);
-    const auto args = samples.args<Scalar>();
-    if (input.is_cpu()) {
-      std::atomic<int64_t> first{kNoRowProblem};
-      at::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
-        const int64_t found = cpu::calibration_grid_prepare(args, begin, end);
-        int64_t known = first.load();
-        while (found < known && !first.compare_exchange_weak(known, found)) {
-        }
-      });
-      problem = first.load();
-    }
-#ifdef FOCALKERN_WITH_CUDA
-    if (input.is_cuda()) {
-      const Tensor first = at::empty({1}, input.options().dtype(at::kLong));
-      C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_prepare(
-          args, first.mutable_data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream().stream())));
-      problem = first.item<int64_t>();
-    }
-#endif
-  });
+  const int64_t problem = samples.prepare();
   if (problem != kNoRowProblem) raise_row_problem(problem, samples.input, samples.target);
   return samples;
 }

@@ -4,25 +4,27 @@ q, log(1 - q) and phi depend only on the temperature, so they are computed once 
 those of :mod:`focalkern.fallback.calibration_map`; a cell keeps only sums of its probabilities over the classes.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from focalkern._types import LABELS, compute_dtype
+from focalkern._types import compute_dtype
 from focalkern.fallback._calibration_bins import EQUAL_MASS, EQUAL_WIDTH, bucket_sums, calibration_error
-from focalkern.fallback._checks import (
-    check_dense,
-    check_floating,
-    check_same_device,
-    scalar_name,
-    sum_tolerance,
-    widest_dtype,
-)
+from focalkern.fallback._checks import widest_dtype
+from focalkern.fallback._grid_arguments import axis_on_host, check_arguments, check_has_data, checked_rows
 from focalkern.fallback.calibration_map import _one_minus_phi_of_odds
 
-__all__ = ["EQUAL_MASS", "EQUAL_WIDTH", "CalibrationGridRun"]
+__all__ = [
+    "EQUAL_MASS",
+    "EQUAL_WIDTH",
+    "CalibrationGridRun",
+    "calibration_grid",
+    "count_criteria",
+    "grid_shapes",
+    "whole_grid",
+]
 
-
-_OP = "calibration_grid"
 
 _ECE, _MCE, _NLL, _BRIER = 1, 2, 4, 8  # the codes of the compiled module, in the order of its tables
 
@@ -51,16 +53,17 @@ class CalibrationGridRun:
         input_is_probs: bool,
         ignore_index: int,
     ) -> None:
-        _check_arguments(input, target, gammas, temperatures, n_bins)
+        check_arguments(input, target, gammas, temperatures, n_bins, criteria, estimator)
+        check_has_data(input)
         # Tables are float64: devices without float64 hand the samples to the CPU.
         if widest_dtype(input) != torch.float64:
             input, target = input.cpu(), target.cpu()
-        self._gammas = _axis("gammas", gammas, -1.0)
-        self._temperatures = _axis("temperatures", temperatures, 0.0)
+        self._gammas = axis_on_host("gammas", gammas, -1.0)
+        self._temperatures = axis_on_host("temperatures", temperatures, 0.0)
         if bool(self._gammas.max() > _LARGE_GAMMA):  # a large gamma multiplies rounding errors
             input = input.double()
         self._n_bins, self._criteria, self._estimator = n_bins, criteria, estimator
-        self._samples = _Samples(*_kept_rows(input, target, input_is_probs, ignore_index), input_is_probs)
+        self._samples = _Samples(*checked_rows(input, target, input_is_probs, ignore_index), input_is_probs)
         cells = max(1, len(self._gammas) * self._samples.rows)
         self.per_block = max(1, min(len(self._temperatures), _KEPT_CONFIDENCES // cells))
 
@@ -242,80 +245,15 @@ class _Terms:
         return torch.where(self._samples.correct, right, wrong)
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
-def _check_arguments(input: Tensor, target: Tensor, gammas: Tensor, temperatures: Tensor, n_bins: int) -> None:
-    check_floating(_OP, "input", input)
-    if input.dim() != 2:
-        raise ValueError(f"{_OP}: input must be [N, C], got {list(input.shape)}")
-    if input.shape[1] < 2:
-        raise ValueError(f"{_OP}: input must have at least two classes, got [N, C] = {list(input.shape)}")
-    if target.dtype not in LABELS:
-        raise TypeError(f"{_OP}: target must be int64, int32 or uint8, got {scalar_name(target.dtype)}")
-    if target.dim() != 1 or len(target) != len(input):
-        raise ValueError(f"{_OP}: target must be [N] = [{len(input)}], got {list(target.shape)}")
-    check_same_device(_OP, "target", target, input)
-    for name, axis in (("gammas", gammas), ("temperatures", temperatures)):
-        if axis.dim() != 1 or len(axis) < 1:
-            raise ValueError(f"{_OP}: {name} must be one-dimensional and not empty, got shape {list(axis.shape)}")
-    if n_bins < 1:
-        raise ValueError(f"{_OP}: n_bins must be at least 1, got {n_bins}")
-    check_dense(_OP, input)
-    if input.device.type == "meta":
-        raise ValueError(f"{_OP}: input must hold data, got a meta tensor")
+def count_criteria(criteria: int) -> int:
+    return sum(bool(criteria & code) for code in (_ECE, _MCE, _NLL, _BRIER))
 
 
-def _axis(name: str, axis: Tensor, above: float) -> Tensor:
-    """The axis, [n] float64 on the CPU; raises for invalid values."""
-    axis = axis.cpu()
-    bad = (~(axis.isfinite() & (axis > above))).nonzero()
-    if len(bad):
-        i = int(bad[0])
-        raise ValueError(
-            f"{_OP}: {name} must be finite and greater than {above:g}, got {float(axis[i]):g} at index {i}"
-        )
-    return axis
-
-
-def _kept_rows(input: Tensor, target: Tensor, is_probs: bool, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The rows that are not ignored; raises for the first invalid row."""
-    if len(input) == 0:
-        raise ValueError(f"{_OP}: input must have at least one row, got [N, C] = {list(input.shape)}")
-    labels = target.long()
-    valid = labels != ignore_index
-    rows = None
-    if not bool(valid.all()):
-        rows = valid.nonzero().squeeze(1)
-        if len(rows) == 0:
-            raise ValueError(f"{_OP}: target must have at least one label other than ignore_index = {ignore_index}")
-        input, labels = input[rows], labels[rows]
-    total = input.to(compute_dtype(input.dtype)).sum(-1, dtype=torch.float64) if is_probs else None
-    _check_rows(input, labels, rows, total)
-    return input, labels
-
-
-def _check_rows(input: Tensor, labels: Tensor, rows: Tensor | None, total: Tensor | None) -> None:
-    nothing = input.amax(-1) == (-torch.inf if total is None else 0)
-    problems = {
-        "input must not contain NaN, got one in row {row}": input.isnan().any(-1),
-        "input must not contain +inf, got one in row {row}": (input == torch.inf).any(-1),
-        "input must give some class a positive probability, got none in row {row}": nothing,
-    }
-    if total is not None:
-        problems["input must not contain negative probabilities, got one in row {row}"] = (input < 0).any(-1)
-        tolerance = sum_tolerance(input.dtype)
-        within = f"input must have rows that sum to 1 within {tolerance:g}, got {{total:g}} in row {{row}}"
-        problems[within] = (total - 1).abs() > tolerance
-    label = f"target must be in [0, {input.shape[1]}) or ignore_index, got {{label}} at row {{row}}"
-    problems[label] = (labels < 0) | (labels >= input.shape[1])
-    bad = torch.stack(list(problems.values()))
-    first = bad.any(0).nonzero()
-    if len(first) == 0:
-        return
-    kept = int(first[0])
-    message = next(text for text, column in zip(problems, bad[:, kept].tolist(), strict=True) if column)
-    row = kept if rows is None else int(rows[kept])
-    values = {"row": row, "label": int(labels[kept]), "total": 0.0 if total is None else float(total[kept])}
-    raise (IndexError if message is label else ValueError)(f"{_OP}: {message.format(**values)}")
+def whole_grid(run: Any, n_temperatures: int) -> Tensor:
+    """The tables of all blocks of a run."""
+    step = run.per_block
+    blocks = [run.run(begin, min(begin + step, n_temperatures)) for begin in range(0, n_temperatures, step)]
+    return torch.cat(blocks, dim=2)
 
 
 @torch.library.custom_op("focalkern::plain_calibration_grid", mutates_args=())
@@ -334,13 +272,11 @@ def calibration_grid(
     run = CalibrationGridRun(
         input, target, gammas, temperatures, n_bins, criteria, estimator, input_is_probs, ignore_index
     )
-    n = len(temperatures)
-    blocks = [run.run(begin, min(begin + run.per_block, n)) for begin in range(0, n, run.per_block)]
-    return torch.cat(blocks, dim=2)
+    return whole_grid(run, len(temperatures))
 
 
 @calibration_grid.register_fake
-def _(
+def grid_shapes(
     input: Tensor,
     target: Tensor,
     gammas: Tensor,
@@ -351,5 +287,7 @@ def _(
     input_is_probs: bool,
     ignore_index: int,
 ) -> Tensor:
-    n_criteria = sum(bool(criteria & code) for code in (_ECE, _MCE, _NLL, _BRIER))
-    return input.new_empty(n_criteria, len(gammas), len(temperatures), dtype=torch.float64)
+    """The tables, without values."""
+    check_arguments(input, target, gammas, temperatures, n_bins, criteria, estimator)
+    shape = (count_criteria(criteria), gammas.shape[0], temperatures.shape[0])
+    return input.new_empty(shape, dtype=torch.float64)
