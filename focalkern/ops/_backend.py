@@ -293,13 +293,11 @@ def build_info() -> dict[str, Any]:
         >>> sorted(info)
         ['arch_list', 'cpu_kernels', 'cuda', 'cuda_kernels', 'kernels', 'torch', 'torch_compile', 'why']
     """
-    plain = getattr(_module, "PLAIN_OPERATORS", ())
     kernels = {
         f"{key.lower()}_kernels": sorted(
-            name
+            op.removeprefix("focalkern::")
             for op in torch._C._dispatch_get_registrations_for_dispatch_key(key)
             if op.startswith("focalkern::") and _module is not None
-            if (name := op.removeprefix("focalkern::")) not in plain
         )
         for key in ("CPU", "CUDA")
     }

@@ -6,8 +6,6 @@ without such a kernel are computed by :mod:`focalkern.fallback`.
 """
 
 from focalkern.fallback import (
-    CalibrationGridRun,
-    calibration_grid,
     empty_cache,
     map_nll_sums,
     spline_curve_sums,
@@ -18,13 +16,13 @@ from focalkern.fallback import (
     spline_spread,
     spline_temperature_sums,
 )
-from focalkern.stable._library import PLAIN_OPERATORS, build_info, load, row_losses
+from focalkern.stable._library import build_info, load, row_losses
+from focalkern.stable.calibration_grid import CalibrationGridRun, calibration_grid
 from focalkern.stable.calibration_map import calibration_map, calibration_map_scalar
 from focalkern.stable.row_loss import focal_loss, mmce_loss, row_loss
 from focalkern.stable.sigmoid_loss import sigmoid_loss
 
 __all__ = [
-    "PLAIN_OPERATORS",
     "CalibrationGridRun",
     "build_info",
     "calibration_grid",

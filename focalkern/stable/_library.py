@@ -6,15 +6,11 @@ from typing import Any
 
 import torch
 
-from focalkern import fallback
 from focalkern.fallback.spline_map import spline_map_composite
-from focalkern.stable import calibration_map, row_loss, sigmoid_loss
+from focalkern.stable import calibration_grid, calibration_map, row_loss, sigmoid_loss
 from focalkern.stable._autograd import register
 
-__all__ = ["PLAIN_OPERATORS", "build_info", "load", "row_losses"]
-
-# Operators that are registered but computed by the fallback, because the module has no kernel for them.
-PLAIN_OPERATORS = ("calibration_grid",)
+__all__ = ["build_info", "load", "row_losses"]
 
 _info: dict[str, Any] = {}
 _names: list[str] = []
@@ -34,8 +30,8 @@ def load(path: Path) -> None:
     for operator in (row_loss.OPERATOR, sigmoid_loss.OPERATOR, calibration_map.OPERATOR):
         register(library, operator, keys)
     for key in keys:
-        library.impl("calibration_grid", fallback.calibration_grid, key)
-    torch.library.register_fake("focalkern::calibration_grid", fallback.calibration_grid, lib=library)
+        library.impl("calibration_grid", calibration_grid.calibration_grid, key)
+    torch.library.register_fake("focalkern::calibration_grid", calibration_grid.grid_shapes, lib=library)
     library.impl("spline_map_forward", _spline_map, "CompositeImplicitAutograd")
     _registered.append(library)
 

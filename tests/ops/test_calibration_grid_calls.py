@@ -144,7 +144,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
-@pytest.mark.kernels
+@pytest.mark.kernels("stable")
 def test_no_probabilities_in_memory():
     # The probabilities of one cell would take 40 MB in float32, 80 MB in float64; the grid has 72 cells.
     answer = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
@@ -157,7 +157,7 @@ def test_nothing_is_printed_where_nobody_watches(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.kernels
+@pytest.mark.kernels("stable")
 def test_opcheck(device):
     z, target = samples(40, 5, torch.float32, device)
     axes = (torch.tensor(GAMMAS, dtype=torch.float64), torch.tensor(TEMPERATURES, dtype=torch.float64))

@@ -136,7 +136,7 @@ def test_cell_of_the_grid_at_300_digits():
                 torch.testing.assert_close(found[:, i, j], expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.kernels
+@pytest.mark.kernels("stable")
 @pytest.mark.parametrize("estimator", _ESTIMATORS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_grid_is_that_of_the_kernels(estimator, dtype):
@@ -163,7 +163,7 @@ def test_grid_is_that_of_the_kernels(estimator, dtype):
             torch.testing.assert_close(table, theirs.tables[name], rtol=1e-6, atol=atol)
 
 
-@pytest.mark.kernels
+@pytest.mark.kernels("stable")
 @pytest.mark.parametrize("sketch", [False, True])
 def test_sums_of_a_batch_are_those_of_the_kernels(sketch):
     from focalkern.ops._backend import backend_for

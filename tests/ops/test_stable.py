@@ -9,6 +9,7 @@ import torch
 
 import focalkern as fk
 from focalkern import fallback, stable
+from focalkern.ops.calibration_grid import _CRITERIA, _ESTIMATORS
 from focalkern.reference._softmax_losses import ROW_LOSSES
 
 pytestmark = pytest.mark.kernels
@@ -79,6 +80,33 @@ def values_and_gradients():
     return found
 
 
+def grids():
+    """Tables of calibration grids: whole ones, of batches added up, and by the dispatcher."""
+    torch.manual_seed(1)
+    gammas, temperatures = [-0.5, 0.0, 1.0, 5.0, 80.0], [0.1 * i for i in range(1, 71)]
+    found = []
+    for dtype in DTYPES:
+        logits, target = torch.randn(700, 9).mul(3).to(dtype), torch.randint(9, (700,))
+        target[::7] = -100
+        for input, kind in ((logits, "logits"), (logits.softmax(1), "probs"), (logits.T.contiguous().T, "logits")):
+            for estimator in _ESTIMATORS:
+                options = {"criteria": tuple(_CRITERIA), "input_kind": kind, "estimator": estimator}
+                found += fk.calibration_grid(input, target, gammas, temperatures, **options).tables.values()
+                state = fk.CalibrationGridState(gammas, temperatures, **options)
+                state.update(input, target)
+                state.update(input[:100], target[:100])
+                found += state.compute().tables.values()
+            nll = fk.calibration_grid(input, target.abs() % 9, gammas, temperatures, criteria="nll", input_kind=kind)
+            found.append(nll.tables["nll"])
+    axes = torch.tensor(gammas, dtype=torch.float64), torch.tensor(temperatures, dtype=torch.float64)
+    found.append(torch.ops.focalkern.calibration_grid(logits, target, *axes, 15, 15, 0, False, -100))
+    return found
+
+
+def everything():
+    return values_and_gradients() + grids()
+
+
 def test_the_stable_module_has_every_function_of_plain_torch():
     """Without one of them, an operator that gets it from the backend would fail with the stable module."""
     of_plain_torch = {"register_composites", "compile_on", "compiles_on"}  # no operators: the choice of the backend
@@ -91,7 +119,7 @@ def test_values_and_gradients_have_the_bits_of_the_compiled_module(tmp_path):
     code = (
         "import sys, torch, focalkern as fk, test_stable\n"
         "assert fk.build_info()['kernels'] == 'stable'\n"
-        "torch.save(test_stable.values_and_gradients(), sys.argv[1])\n"
+        "torch.save(test_stable.everything(), sys.argv[1])\n"
     )
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     done = subprocess.run(
@@ -101,7 +129,7 @@ def test_values_and_gradients_have_the_bits_of_the_compiled_module(tmp_path):
         env={**os.environ, "PYTHONPATH": path, "FOCALKERN_KERNELS": "stable"},
     )
     assert done.returncode == 0, done.stderr
-    stable, compiled = torch.load(tmp_path / "found.pt"), values_and_gradients()
+    stable, compiled = torch.load(tmp_path / "found.pt"), everything()
     assert len(stable) == len(compiled) > 1000
     for one, other in zip(stable, compiled, strict=True):
         assert one.dtype == other.dtype
