@@ -2,7 +2,10 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 
 #include "bindings/common.h"
 
@@ -34,10 +37,27 @@ struct Interface {
   static Tensor empty_doubles(const Tensor& like, at::IntArrayRef sizes) {
     return at::empty(sizes, like.options().dtype(at::kDouble));
   }
+  static Tensor zero_doubles(const Tensor& like, at::IntArrayRef sizes) {
+    return at::zeros(sizes, like.options().dtype(at::kDouble));
+  }
   static Tensor slice(const Tensor& tensor, int64_t dim, int64_t begin, int64_t end) {
     return tensor.slice(dim, begin, end);
   }
   static Tensor select(const Tensor& tensor, int64_t index) { return tensor.select(0, index); }
+  static Tensor view(const Tensor& tensor, at::IntArrayRef sizes) { return tensor.view(sizes); }
+  static Tensor sum(const Tensor& tensor, int64_t dim) { return tensor.sum(dim); }
+  static Tensor multiply(const Tensor& a, const Tensor& b) { return a.mul(b); }
+  // Matrices that may belong to a graph, in threads that have none.
+  static Tensor transposed(const Tensor& matrix) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return matrix.t();
+  }
+  static Tensor product(const Tensor& a, const Tensor& b) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return at::mm(a, b);
+  }
+  static void copy(const Tensor& to, const Tensor& from) { to.copy_(from); }
+  static Tensor on_device_of(const Tensor& like, const Tensor& tensor) { return tensor.to(like.device()); }
   static Tensor on_host(const Tensor& tensor) { return tensor.cpu(); }
   static void add_to(const Tensor& sum, const Tensor& term, double factor) { sum.add_(term, factor); }
 

@@ -12,8 +12,9 @@
 
 #include <tuple>
 
+#include "bindings/interface.h"
+#include "bindings/mmce_run.h"
 #include "bindings/row_loss_call.h"
-#include "cpu/row_loss/mmce_loss.h"
 #include "math/row_loss.h"
 
 namespace focalkern::bindings {
@@ -47,21 +48,9 @@ struct MmceFunction : torch::autograd::Function<MmceFunction> {
     static const Tensor& no_gamma = *new Tensor(at::scalar_tensor(0, at::kDouble));  // outlives torch's own statics
     auto [loss, saved] =
         call_row_loss_forward({input, target, no_gamma, std::nullopt, std::nullopt}, options_of(*settings));
-    const int64_t rows = target.numel();
-    const Tensor labels = target.contiguous();
     const Tensor gamma = at::empty(target.sizes(), saved.options());
-    auto* const to_loss = loss.mutable_data_ptr();
-    dispatch_scalar(saved.scalar_type(), [&](auto scalar) {
-      using Real = compute_t<decltype(scalar)>;
-      const auto* numbers = static_cast<const Real*>(saved.const_data_ptr());
-      const cpu::MmceBatch batch{rows, settings->weighted, settings->bandwidth, labels_of(labels),
-                                 settings->ignore_index};
-      // The kernel multiplies it by the factor of a row's cross-entropy in the loss: 1 / count for a mean.
-      const auto found = cpu::mmce_of_batch(batch, numbers + rows, numbers + 3 * rows, settings->coefficient,
-                                            static_cast<Real*>(gamma.mutable_data_ptr()));
-      const double error = settings->reduction == kMean ? found.error : found.error * static_cast<double>(found.count);
-      *static_cast<Real*>(to_loss) += static_cast<Real>(settings->coefficient * error);
-    });
+    add_mmce<Interface>(saved, target.contiguous(), gamma, loss, settings->coefficient, settings->weighted,
+                        settings->bandwidth, settings->reduction == kMean, settings->ignore_index);
     ctx->save_for_backward({input, target, saved, gamma});
     ctx->saved_data["settings"] = c10::IValue::make_capsule(settings);
     return loss;
