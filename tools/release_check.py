@@ -27,7 +27,18 @@ OTHER_PYTHONS = ("python3.12", "python3.13", "python3.14", "python3.15")
 # The packages that the tests of the operators import.
 FEW_PACKAGES = ("pytest", "hypothesis", "mpmath", "expecttest")
 # tests/ops/test_{name}*.py
-OPERATORS = ("focal_loss", "sigmoid_loss", "row_loss", "calibration_map", "inverse_calibration_map", "calibration_grid")
+OPERATORS = (
+    "focal_loss",
+    "sigmoid_loss",
+    "row_loss",
+    "mmce",
+    "calibration_map",
+    "inverse_calibration_map",
+    "calibration_grid",
+    "spline_calibration_map",
+    "spline_sums",
+    "map_nll_sums",
+)
 
 
 def wheel_in(folder: Path) -> Path:

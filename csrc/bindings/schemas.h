@@ -44,11 +44,11 @@ inline constexpr const char* kMmceLossCompositeSchema =
     "reduction, int ignore_index) -> Tensor";
 inline constexpr const char* kSplineMapForwardSchema =
     "spline_map_forward(Tensor input, Tensor parameters, Tensor knots, Tensor coefficients, Tensor? weight, "
-    "Tensor? bias, bool is_probs, bool keep_zeros, bool keep_order, bool log_output, bool wide, bool "
+    "Tensor? bias, bool is_probs, bool keep_zeros, bool log_output, bool wide, bool keep_order, bool "
     "validate) -> Tensor";
 inline constexpr const char* kSplineMapBackwardSchema =
     "spline_map_backward(Tensor grad, Tensor input, Tensor parameters, Tensor knots, Tensor coefficients, "
-    "Tensor? weight, Tensor? bias, bool is_probs, bool keep_zeros, bool log_output, bool need_input) -> "
+    "Tensor? weight, Tensor? bias, bool is_probs, bool keep_zeros, bool log_output, bool[6] needed) -> "
     "(Tensor grad_input, Tensor grad_parameters, Tensor grad_knots, Tensor grad_coefficients, Tensor "
     "grad_weight, Tensor grad_bias)";
 inline constexpr const char* kSplineMapCompositeSchema =

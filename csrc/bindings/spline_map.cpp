@@ -28,7 +28,8 @@ namespace {
 using ForwardSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                 const OptionalTensor&, bool, bool, bool, bool, bool, bool);
 using BackwardSignature = Gradients(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                    const OptionalTensor&, const OptionalTensor&, bool, bool, bool, bool);
+                                    const OptionalTensor&, const OptionalTensor&, bool, bool, bool,
+                                    std::array<bool, 6>);
 using CompositeSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                   const OptionalTensor&, bool, bool, bool, bool);
 
@@ -48,11 +49,11 @@ OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? Option
 struct SplineMapFunction : torch::autograd::Function<SplineMapFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& parameters,
                         const Tensor& knots, const Tensor& coefficients, const OptionalTensor& weight,
-                        const OptionalTensor& bias, bool is_probs, bool keep_zeros, bool keep_order, bool log_output,
-                        bool wide, bool validate) {
+                        const OptionalTensor& bias, bool is_probs, bool keep_zeros, bool log_output, bool wide,
+                        bool keep_order, bool validate) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor output = forward_op().call(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros,
-                                            keep_order, log_output, wide, validate);
+                                            log_output, wide, keep_order, validate);
     ctx->save_for_backward(
         {input, parameters, knots, coefficients, weight.value_or(Tensor()), bias.value_or(Tensor())});
     ctx->saved_data["is_probs"] = is_probs;
@@ -91,7 +92,7 @@ struct SplineMapFunction : torch::autograd::Function<SplineMapFunction> {
     }
     static const auto op = find_operator<BackwardSignature>("focalkern::spline_map_backward");
     const auto found = op.call(grad, saved[0], saved[1], saved[2], saved[3], optional(saved[4]), optional(saved[5]),
-                               is_probs, keep_zeros, log_output, needed[0]);
+                               is_probs, keep_zeros, log_output, needed);
     if (needed[0]) result[0] = std::get<0>(found);
     if (needed[1]) result[1] = std::get<1>(found);
     if (needed[2]) result[2] = std::get<2>(found);
@@ -104,9 +105,9 @@ struct SplineMapFunction : torch::autograd::Function<SplineMapFunction> {
 
 Tensor forward_autograd(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
                         const OptionalTensor& weight, const OptionalTensor& bias, bool is_probs, bool keep_zeros,
-                        bool keep_order, bool log_output, bool wide, bool validate) {
+                        bool log_output, bool wide, bool keep_order, bool validate) {
   return SplineMapFunction::apply(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros,
-                                  keep_order, log_output, wide, validate);
+                                  log_output, wide, keep_order, validate);
 }
 
 // ---- the eager entry -----------------------------------------------------------------------------------------------
@@ -123,8 +124,8 @@ Tensor spline_map(const Tensor& input, const Tensor& parameters, const Tensor& k
                                wide);
   }
   check_device(kOp, input);
-  return forward_op().call(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, keep_order,
-                           log_output, wide, /*validate=*/true);
+  return forward_op().call(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, log_output, wide,
+                           keep_order, /*validate=*/true);
 }
 
 }  // namespace
@@ -134,11 +135,11 @@ void register_spline_map(torch::Library& definitions, pybind11::module_& module)
   for (const char* schema : {kSplineMapForwardSchema, kSplineMapBackwardSchema, kSplineMapCompositeSchema}) {
     definitions.def(schema, tags);
   }
-  definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::CPU, &forward_cpu));
-  definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::CPU, &backward_cpu));
+  definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::CPU, &forward));
+  definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::CPU, &backward));
 #ifdef FOCALKERN_WITH_CUDA
-  definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::CUDA, &forward_cuda));
-  definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::CUDA, &backward_cuda));
+  definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::CUDA, &forward));
+  definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::CUDA, &backward));
 #endif
   definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::Meta, &forward_meta));
   definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::Meta, &backward_meta));

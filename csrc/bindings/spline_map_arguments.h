@@ -2,14 +2,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/mm.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
 
-#include "bindings/common.h"
-#include "bindings/spline.h"
+#include "bindings/interface.h"
+#include "bindings/spline_map_run.h"
 
 namespace focalkern::bindings {
 namespace {
@@ -60,38 +59,19 @@ void check_arguments(const Tensor& input, const Tensor& parameters, const Tensor
   TORCH_CHECK_VALUE(false, kOp, ": input must have a logit above -inf in every row, got none at row ", row);
 }
 
-at::ScalarType output_dtype(const Tensor& input, bool wide) {
-  return wide ? compute_dtype(input.scalar_type()) : input.scalar_type();
+// The arguments of the kernels.
+SplineMapRun<Interface> prepared(const Tensor& input, const Tensor& parameters, const Tensor& knots,
+                                 const Tensor& coefficients, const OptionalTensor& weight, const OptionalTensor& bias,
+                                 bool is_probs, bool keep_zeros) {
+  const auto on_device = [&](const Tensor& tensor) { return tensor.to(input.device()).contiguous(); };
+  const auto given = [&](const OptionalTensor& tensor) {
+    return tensor ? OptionalTensor(on_device(*tensor)) : std::nullopt;
+  };
+  return {input.contiguous(), parameters.contiguous(),
+          on_device(knots),   on_device(coefficients),
+          given(weight),      given(bias),
+          is_probs,           keep_zeros};
 }
-
-// The arguments of the kernels, with the tensors whose memory they point to.
-struct Prepared {
-  Prepared(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
-           const OptionalTensor& weight, const OptionalTensor& bias, bool is_probs, bool keep_zeros)
-      : input(input.contiguous()), knots(on_device(knots)), coefficients(on_device(coefficients)) {
-    const Tensor numbers = parameters.contiguous();
-    const double* values = numbers.const_data_ptr<double>();
-    rows = spline_input(this->input, values[1], values[2], is_probs);
-    curve = {this->knots.size(0), this->knots.const_data_ptr<double>(), this->coefficients.const_data_ptr<double>()};
-    if (weight) this->weight = on_device(*weight);
-    if (bias) this->bias = on_device(*bias);
-    is_matrix = weight && weight->dim() == 2;
-    scores = {values[0], is_matrix ? nullptr : pointer_or_null<double>(this->weight),
-              pointer_or_null<double>(this->bias), nullptr, keep_zeros};
-  }
-
-  Tensor on_device(const Tensor& tensor) const { return tensor.to(input.device()).contiguous(); }
-
-  // W x of the rows x.
-  Tensor matrix_scores(const Tensor& x) const { return at::mm(x, weight->t()); }
-
-  Tensor input, knots, coefficients;
-  OptionalTensor weight, bias;
-  bool is_matrix;
-  SplineInput rows;
-  SplineCurve curve;
-  SplineScores scores;
-};
 
 }  // namespace
 }  // namespace focalkern::bindings

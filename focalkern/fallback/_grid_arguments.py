@@ -59,7 +59,7 @@ def check_has_data(input: Tensor) -> None:
 
 
 def axis_on_host(name: str, axis: Tensor, above: float) -> Tensor:
-    """[n] float64 on the CPU, with legal values."""
+    """The axis, [n] float64 on the CPU; raises for invalid values."""
     axis = axis.cpu()
     bad = (~(axis.isfinite() & (axis > above))).nonzero()
     if len(bad):
@@ -84,7 +84,7 @@ def kept_rows(input: Tensor, target: Tensor, ignore_index: int) -> Tensor | None
 
 
 def checked_rows(input: Tensor, target: Tensor, is_probs: bool, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The rows that count; raises for the first bad one."""
+    """The rows that are not ignored, and their labels; raises for the first invalid row."""
     rows = kept_rows(input, target, ignore_index)
     kept, labels = (input, target.long()) if rows is None else (input[rows], target.long()[rows])
     largest = kept.amax(-1)

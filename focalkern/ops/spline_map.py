@@ -198,7 +198,7 @@ def map_by_pieces(
         operators = torch.ops.focalkern
         if torch._C._are_functorch_transforms_active():
             return operators.spline_map_composite(*arguments, log, wide)
-        return operators.spline_map_forward(*arguments, keep_order, log, wide, not compiling)
+        return operators.spline_map_forward(*arguments, log, wide, keep_order, not compiling)
     result = backend_for(input).spline_map(*arguments, keep_order, log)
     return result
 

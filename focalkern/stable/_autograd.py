@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from focalkern._devices import is_host_number
 from focalkern._types import PLAIN_TENSORS
 
-__all__ = ["Operator", "apply", "is_dense", "parameter", "reduced", "register"]
+__all__ = ["Operator", "apply", "is_dense", "needs_composite", "parameter", "reduced", "register"]
 
 
 class Operator(NamedTuple):
@@ -35,7 +35,7 @@ class Operator(NamedTuple):
 def apply(operator: Operator, inputs: Any, options: Any) -> Tensor:
     """Calls the operator. Plain tensors bypass the dispatcher, which takes longer than a small batch."""
     input = inputs[0]
-    if _needs_composite(inputs):
+    if needs_composite(inputs):
         # Not through the dispatcher: vmap of torch 2.15 would run the operator once per element there.
         return operator.composite(*_tensors(inputs), *options[: len(options) - operator.n_forward_only])
     if type(input) not in PLAIN_TENSORS or input.is_meta or torch._C._len_torch_dispatch_stack() > 0:
@@ -184,7 +184,7 @@ def _tensors(inputs: Sequence[Any]) -> list[Tensor | None]:
     return [v if v is None or isinstance(v, Tensor) else torch.scalar_tensor(v, dtype=wide) for v in inputs]
 
 
-def _needs_composite(inputs: Sequence[object]) -> bool:
+def needs_composite(inputs: Sequence[object]) -> bool:
     """Whether a torch.func transform is active or a tensor has a forward-mode tangent, which kernels would drop."""
     if torch._C._are_functorch_transforms_active():
         return True

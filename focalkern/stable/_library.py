@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from focalkern.fallback.spline_map import spline_map_composite
-from focalkern.stable import calibration_grid, calibration_map, row_loss, sigmoid_loss
+from focalkern.stable import calibration_grid, calibration_map, row_loss, sigmoid_loss, spline_map
 from focalkern.stable._autograd import register
 
 __all__ = ["build_info", "load", "row_losses"]
@@ -27,19 +26,12 @@ def load(path: Path) -> None:
     _info.update(torch="2.11 or newer (stable ABI)", cuda="cuda" in path.name)
     keys = ("CPU", "CUDA") if _info["cuda"] else ("CPU",)
     library = torch.library.Library("focalkern", "IMPL")
-    for operator in (row_loss.OPERATOR, sigmoid_loss.OPERATOR, calibration_map.OPERATOR):
+    for operator in (row_loss.OPERATOR, sigmoid_loss.OPERATOR, calibration_map.OPERATOR, spline_map.OPERATOR):
         register(library, operator, keys)
     for key in keys:
         library.impl("calibration_grid", calibration_grid.calibration_grid, key)
     torch.library.register_fake("focalkern::calibration_grid", calibration_grid.grid_shapes, lib=library)
-    library.impl("spline_map_forward", _spline_map, "CompositeImplicitAutograd")
     _registered.append(library)
-
-
-def _spline_map(*arguments: Any) -> torch.Tensor:
-    given: Any = (*arguments[:8], *arguments[9:11])  # without keep_order and validate
-    result: torch.Tensor = spline_map_composite(*given)
-    return result
 
 
 def row_losses() -> list[str]:

@@ -14,7 +14,7 @@ from focalkern.fallback.row_loss import row_loss as plain_row_loss
 from focalkern.reference._softmax_losses import number_of, row_loss_of
 from focalkern.stable._autograd import Operator, apply, parameter, reduced
 
-__all__ = ["OPERATOR", "SAVED_NUMBERS", "focal_loss", "mmce_loss", "row_loss"]
+__all__ = ["OPERATOR", "SAVED_NUMBERS", "focal_loss", "of_labels", "row_loss"]
 
 _NONE, _MEAN = 0, 1
 SAVED_NUMBERS: dict[str, int] = {}  # per row, by the name of the loss; the stable module says them
@@ -51,10 +51,6 @@ def row_loss(
     return apply(OPERATOR, inputs, _Options(*options, dtype == torch.float32 != input.dtype, kind, epsilon))
 
 
-def mmce_loss(*arguments: Any) -> None:
-    """Returns None, because the module has no kernel: torch operations compute the loss."""
-
-
 # -- the operators ----------------------------------------------------------------------------------------------------
 
 
@@ -74,6 +70,14 @@ class _Options(NamedTuple):
     float32_loss: bool
     kind: int = 0
     epsilon: float = 0.0
+
+
+def of_labels(
+    name: str, input: Tensor, target: Tensor, gamma: float | Tensor, reduction: int, ignore_index: int
+) -> tuple[_Inputs, _Options]:
+    """Arguments of the operator for labels without weights, whose loss is in the dtype of the computation."""
+    options = _Options(reduction, ignore_index, 0.0, False, float32_loss=True, kind=number_of(name))
+    return _Inputs(input, target, gamma, None, None), options
 
 
 def _class_dim(input: Tensor) -> int:

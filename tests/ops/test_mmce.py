@@ -8,7 +8,7 @@ import focalkern as fk
 
 
 # Small and large batches, both forms, ties among the confidences, ignored rows, and all rows correct.
-@pytest.mark.kernels
+@pytest.mark.kernels("stable")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_mmce_in_a_kernel_is_its_definition_in_torch(weighted):
     for n, classes in ((1, 3), (2, 2), (50, 7), (300, 40), (64, 5000)):

@@ -73,7 +73,7 @@ def test_compiles_to_one_graph_for_every_number():
     assert counter.frame_count <= 2
 
 
-@pytest.mark.kernels
+@pytest.mark.kernels("stable")
 @pytest.mark.parametrize("with_classes", [False, True])
 def test_opcheck(with_classes):
     z = leaf(torch.randn(5, 4))
@@ -81,12 +81,12 @@ def test_opcheck(with_classes):
     coefficients = leaf(spline_coefficients(KNOTS, VALUES))
     of_classes = [leaf(torch.randn(4, dtype=torch.float64)) if with_classes else None for _ in range(2)]
     arguments = (z, numbers, leaf(KNOTS), coefficients, *of_classes, False, False)
-    torch.library.opcheck(torch.ops.focalkern.spline_map_forward, (*arguments, False, True, False, True))
+    torch.library.opcheck(torch.ops.focalkern.spline_map_forward, (*arguments, True, False, False, True))
     detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in arguments]
-    torch.library.opcheck(torch.ops.focalkern.spline_map_backward, (torch.randn(5, 4), *detached, True, True))
+    torch.library.opcheck(torch.ops.focalkern.spline_map_backward, (torch.randn(5, 4), *detached, True, [True] * 6))
 
 
-@pytest.mark.kernels
+@pytest.mark.kernels("stable")
 def test_threads_do_not_change_a_bit():
     z = leaf(torch.randn(3000, 60))
     of_classes = {name: leaf(v) for name, v in parameters_of(60, "vector").items()}
@@ -156,7 +156,7 @@ def test_errors(message):
         fk.spline_calibration_map(**{**arguments, **WRONG[message]})
 
 
-@pytest.mark.kernels
+@pytest.mark.kernels("stable")
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("keep_zeros", [False, True])
 @pytest.mark.parametrize("is_probs", [False, True])

@@ -12,7 +12,7 @@ from focalkern import fallback
 from focalkern.fallback.spline_map import spline_coefficients
 from focalkern.ops.spline_sums import spline_sums_for
 
-pytestmark = pytest.mark.kernels
+pytestmark = pytest.mark.kernels("stable")
 
 KERNELS = spline_sums_for(torch.empty(0))
 

@@ -41,7 +41,7 @@ def computations(shape, dtype, reduction):
     yield lambda z, t: fk.focal_loss(z, t, 1.0, **options), z, probabilities
     yield lambda z: fk.focal_loss(z, y, fk.GammaTable([0.0, 0.5, 1.0], [2.0, 0.5]), **options), z
     for spec in ROW_LOSSES.values():
-        if not spec.of_batch:  # in the stable module, plain torch combines its parts
+        if not spec.of_batch or reduction != "none":
             loss = getattr(fk, spec.module)(**spec.example, **options)
             yield lambda z, loss=loss: loss(z, y), z
     yield lambda z: fk.sigmoid_focal_loss(z, y, **options), z
@@ -103,8 +103,50 @@ def grids():
     return found
 
 
+def spline_maps():
+    """The map with its gradients; the curve lies on either side of its knots."""
+    torch.manual_seed(2)
+    wide = torch.float64
+    curve = [torch.tensor(v, dtype=wide) for v in (1.3, 1e-3, 0.1, [-3.0, 0.0, 2.0], [0.3, -0.2, 0.5])]
+    found = []
+    for shape in ((300, 10), (40, 7, 130), (0, 4)):
+        n_classes = shape[-1]
+        of_class, matrix = torch.randn(n_classes, dtype=wide), torch.randn(n_classes, n_classes, dtype=wide) / 10
+        for dtype in DTYPES:
+            logits = torch.randn(shape).mul(4).to(dtype)
+            logits[..., 1:2].masked_fill_(logits[..., :1] > 3, -torch.inf)
+            for input, kind in ((logits, "logits"), (logits.softmax(-1), "probs")):
+                for given in ({}, {"weight": of_class}, {"bias": of_class}, {"weight": matrix, "bias": of_class}):
+                    variables = [t.detach().clone().requires_grad_() for t in (input, *curve, *given.values())]
+                    result = fk.spline_calibration_map(
+                        *variables[:6],
+                        **dict(zip(given, variables[6:], strict=True)),
+                        input_kind=kind,
+                        keep_zeros=True,
+                        keep_order=not given,
+                        log="bias" in given,
+                    )
+                    upstream = torch.where(result.isfinite(), torch.randn(shape).to(result.dtype), 0)
+                    found += [result.detach(), *torch.autograd.grad(result, variables, upstream)]
+    return found
+
+
+def fits():
+    """Results of fits, which take the sums over rows."""
+    torch.manual_seed(3)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        logits, target = torch.randn(900, 12).mul(3).to(dtype), torch.randint(12, (900,))
+        target[::2] = logits[::2].argmax(1)
+        for kind in ("scalar", "vector", "matrix"):
+            found.append(fk.SplineScaling(kind=kind).fit(logits, target).predict_proba(logits))
+        networks = logits.view(3, 300, 12), target.view(3, 300)
+        found += [fk.fit_temperatures(*networks), *fk.fit_focal_temperatures(*networks)]
+    return found
+
+
 def everything():
-    return values_and_gradients() + grids()
+    return values_and_gradients() + grids() + spline_maps() + fits()
 
 
 def test_the_stable_module_has_every_function_of_plain_torch():

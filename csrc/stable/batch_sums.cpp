@@ -1,0 +1,30 @@
+// Sums over batches, on the CPU: from checked tensors to the kernels of csrc/cpu.
+//
+//   map_nll_sums_out  fills [B, 7]: the NLL of the focal calibration map of each network, with its derivatives
+//   mmce_add_out      adds the calibration error of a batch to its cross-entropy, and fills a coefficient per row
+//
+// All tensors are contiguous.
+
+#include "bindings/map_nll_run.h"
+#include "bindings/mmce_run.h"
+#include "stable/interface.h"
+
+namespace focalkern::stable {
+namespace {
+
+FK_KERNELS_FRAGMENT(m) {
+  m.def(
+      "map_nll_sums_out(Tensor input, Tensor target, Tensor share, Tensor? gammas, Tensor betas, bool is_probs, "
+      "Tensor(a!) total) -> ()");
+  m.def(
+      "mmce_add_out(Tensor saved, Tensor labels, Tensor(a!) gamma, Tensor(b!) loss, float coefficient, bool weighted, "
+      "float bandwidth, bool mean, int ignore_index) -> ()");
+}
+
+FK_KERNELS_IMPL(CPU, m) {
+  m.impl("map_nll_sums_out", TORCH_BOX(&bindings::map_nll_sums<Interface>));
+  m.impl("mmce_add_out", TORCH_BOX(&bindings::add_mmce<Interface>));
+}
+
+}  // namespace
+}  // namespace focalkern::stable
