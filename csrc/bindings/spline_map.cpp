@@ -72,7 +72,8 @@ struct SplineMapFunction : torch::autograd::Function<SplineMapFunction> {
     const bool is_probs = ctx->saved_data["is_probs"].toBool(), keep_zeros = ctx->saved_data["keep_zeros"].toBool();
     const bool log_output = ctx->saved_data["log_output"].toBool(), wide = ctx->saved_data["wide"].toBool();
     std::array<bool, kTensors> needed{};
-    for (int i = 0; i < kTensors; ++i) needed[i] = saved[i].defined() && ctx->needs_input_grad(i);
+    // Absent tensors have no edge in the graph.
+    for (int i = 0, edge = 0; i < kTensors; ++i) needed[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
     if (c10::GradMode::is_enabled()) {
       // The gradient must be differentiable. Because of the aliases, a hook on the user's tensor fires only once.
       std::vector<Tensor> sources;
