@@ -203,6 +203,7 @@ def rendered(title, words):
     table = html.Table([words], [[f"{words}\n{words}"]], words, 0)
     sections = {"use": words, "failed": words}
     values = {"sections": sections, "tables": {"use": table}, "failed": [words], "n_networks": 1, "loss": words}
+    values["with_ece"] = True
     return Page(html.render_page("sweep.html.j2", title=title, **values))
 
 
