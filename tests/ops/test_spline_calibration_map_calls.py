@@ -36,6 +36,16 @@ def test_first_and_second_derivatives(input_kind, log, kind):
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_weight_or_bias_alone_has_a_derivative(name):
+    z, of_class = torch.randn(3, 4, dtype=torch.float64), leaf(parameters_of(4, "vector")[name])
+
+    def function(of_class):
+        return fk.spline_calibration_map(z, 1.3, 1e-2, 0.1, KNOTS, VALUES, **{name: of_class})
+
+    assert torch.autograd.gradcheck(function, of_class)
+
+
 @torch_jit_warns
 def test_torch_func_is_that_of_autograd():
     z, direction = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
