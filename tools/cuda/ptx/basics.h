@@ -57,6 +57,27 @@ struct Random {
 };
 inline Random rng;
 
+// The logical function of three operands whose table of eight bits is `lut`.
+inline u32 lut3(u32 a, u32 b, u32 c, u32 lut) {
+  u32 r = 0;
+  if (lut == 0xc0) return a & b;
+  for (int i = 0; i < 8; ++i)
+    if (lut >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  return r;
+}
+// Four of the eight bytes of (b, a), chosen by the nibbles of `selectors`; bit 3 of a nibble repeats the sign.
+inline u32 permuted_bytes(u32 a, u32 b, u32 selectors) {
+  const u64 both = static_cast<u64>(b) << 32 | a;
+  u32 r = 0;
+  for (int i = 0; i < 4; ++i) {
+    const u32 select = selectors >> (4 * i) & 15;
+    u32 byte = static_cast<u32>(both >> (8 * (select & 7))) & 255;
+    if (select & 8) byte = byte & 128 ? 255 : 0;
+    r |= byte << (8 * i);
+  }
+  return r;
+}
+
 inline std::vector<std::string> errors;
 struct Stop {};
 

@@ -210,13 +210,7 @@ struct Execute : Conversions {
         return;
       }
       case LOP3:
-        ternary<full, u32>(in, mask, [&](u32 a, u32 b, u32 c) {
-          u32 r = 0;
-          for (int i = 0; i < 8; ++i) {
-            if (in.imm >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-          }
-          return r;
-        });
+        ternary<full, u32>(in, mask, [&](u32 a, u32 b, u32 c) { return lut3(a, b, c, static_cast<u32>(in.imm)); });
         return;
       case SHFF:
         ternary<full, u32>(in, mask, [&](u32 a, u32 b, u32 c) {
@@ -226,17 +220,7 @@ struct Execute : Conversions {
         });
         return;
       case PRMT:
-        ternary<full, u32>(in, mask, [&](u32 a, u32 b, u32 c) {
-          const u64 both = static_cast<u64>(b) << 32 | a;
-          u32 r = 0;
-          for (int i = 0; i < 4; ++i) {
-            const u32 select = c >> (4 * i) & 15;
-            u32 byte = static_cast<u32>(both >> (8 * (select & 7))) & 255;
-            if (select & 8) byte = byte & 128 ? 255 : 0;
-            r |= byte << (8 * i);
-          }
-          return r;
-        });
+        ternary<full, u32>(in, mask, [](u32 a, u32 b, u32 c) { return permuted_bytes(a, b, c); });
         return;
       case BFI:  // the lowest bits of a replace bits of b from a position on
         for (int l = 0; l < kLanes; ++l) {

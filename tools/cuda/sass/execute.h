@@ -142,18 +142,8 @@ struct SassExecute : SassFloats {
         if (in.is_signed) return set(o[0], l, static_cast<u32>(static_cast<i32>(c) >> std::min(n, 31u)));
         return set(o[0], l, n >= 32 ? 0 : c >> n);
       }
-      case s_PRMT: {
-        const u64 both = static_cast<u64>(raw(o[3], l)) << 32 | raw(o[1], l);
-        const u32 c = raw(o[2], l);
-        u32 r = 0;
-        for (int i = 0; i < 4; ++i) {
-          const u32 select = c >> (4 * i) & 15;
-          u32 byte = static_cast<u32>(both >> (8 * (select & 7))) & 255;
-          if (select & 8) byte = byte & 128 ? 255 : 0;
-          r |= byte << (8 * i);
-        }
-        return set(o[0], l, r);
-      }
+      case s_PRMT:
+        return set(o[0], l, permuted_bytes(raw(o[1], l), raw(o[3], l), raw(o[2], l)));
       case s_SEL: {
         const Operand& from = pred(o[3], l) ? o[1] : o[2];
         u32 v = raw(from, l);

@@ -183,13 +183,6 @@ struct SassOperands : Launch {
     }
   }
   static bool combine(u8 boolean, bool a, bool b) { return boolean == 1 ? a && b : boolean == 2 ? a || b : a != b; }
-  static u32 lut3(u32 a, u32 b, u32 c, u32 lut) {
-    u32 r = 0;
-    if (lut == 0xc0) return a & b;
-    for (int i = 0; i < 8; ++i)
-      if (lut >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-    return r;
-  }
   // An operand of an addition: -x is ~x + 1, and the carry of this addition counts.
   u64 addend(const Operand& o, int lane) {
     const u32 v = raw(o, lane);
