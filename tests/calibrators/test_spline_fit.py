@@ -12,7 +12,6 @@ import focalkern as fk
 from focalkern import reference
 from focalkern.calibrators import _row_source, _spline_curvature, _spline_fit, _spline_linear
 from focalkern.calibrators import _spline_features as parts
-from focalkern.calibrators._row_source import memory_rows
 from focalkern.calibrators._spline_curvature import linear_hessian, of_vector
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_family import fit_family
@@ -35,7 +34,7 @@ def draw(n=400, n_classes=4, seed=0, scale=2.0):
 
 
 def rows_of(logits, target, weight=None, kind="logits"):
-    return SplineRows.of(memory_rows(logits, target, weight), kind)
+    return SplineRows.of(_row_source.memory_rows(logits, target, weight), kind)
 
 
 def log_probs(rows, map, logits, kind="logits"):
@@ -129,7 +128,7 @@ def test_the_robust_temperature_minimises_its_definition():
         nll = -p.gather(1, target.unsqueeze(1)).squeeze(1).log()
         return float((weight * nll).sum() / total) + log_t**2 / (2 * total)
 
-    found = math.log(robust_temperature(memory_rows(logits, target, weight), "logits"))
+    found = math.log(robust_temperature(_row_source.memory_rows(logits, target, weight), "logits"))
     assert all(loss(found) <= loss(found + step) for step in (-1e-4, 1e-4))
     assert found == pytest.approx(min(np.linspace(-6, 6, 4801), key=loss), abs=3e-3)
 
@@ -145,7 +144,7 @@ def test_the_robust_temperature_is_finite_on_any_rows(case):
         logits = torch.zeros_like(logits)
     else:
         logits[torch.arange(10), target[:10]] = -math.inf
-    temperature = robust_temperature(memory_rows(logits, target), "logits")
+    temperature = robust_temperature(_row_source.memory_rows(logits, target), "logits")
     assert math.exp(-6) <= temperature <= math.exp(6)
     if case == "all right":
         assert 0.01 < temperature < 1
