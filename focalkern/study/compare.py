@@ -1,44 +1,32 @@
 """The comparison: cross-validation of candidates, search of the grid, and scores of all results on test samples."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of
-from focalkern._types import PROPER, Proper
+from focalkern._types import Proper
 from focalkern.calibrators import (
     DEFAULT_GAMMAS,
     Binning,
     Criterion,
     Estimator,
-    FocalTemperatureScaling,
-    HistogramBinning,
     InputKind,
-    RobustTemperatureScaling,
     Search,
-    TemperatureScaling,
 )
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._folds import check_folds
 from focalkern.calibrators._parameters import LOGITS
-from focalkern.calibrators._selection import CrossValidation
 from focalkern.files import InputError, LogitSet
 from focalkern.metrics import ESTIMATORS
-from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
+from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
+from focalkern.study.choices import of_cross_validation, of_grid, of_method
 from focalkern.study.cross_validation import cross_validate_samples
 from focalkern.study.given import given_samples
-from focalkern.study.grid_search import scalings_of_grid, search_grid
+from focalkern.study.grid_search import search_grid
 from focalkern.study.intervals import bootstrap_intervals, default_resamples
 from focalkern.study.remarks import remarks
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, scored
-from focalkern.study.samples import (
-    Samples,
-    Scaling,
-    as_samples,
-    scaling_or_none,
-)
+from focalkern.study.samples import Samples, as_samples
 from focalkern.study.scores import identity
 from focalkern.study.study import Study
 from focalkern.study.verdict import accept_rows, judge
@@ -252,9 +240,9 @@ def run_study(
         )
         others = []
         if candidates is None and validation.memory is None:  # for comparison with the candidates
-            others = [one for one in _of_grid(grid, gammas, (proper,), validation) if one.method == focal]
+            others = [one for one in of_grid(grid, gammas, (proper,), validation) if one.method == focal]
         elif candidates is None:
-            others = _of_method(
+            others = of_method(
                 validation,
                 gammas=None,
                 temperatures=None,
@@ -265,7 +253,7 @@ def run_study(
                 estimator=estimator,
                 n_bins=n_bins,
             )
-        results = [*_of_cross_validation(cross_validation), *others, *_of_grid(grid, gammas, ("ece",), validation)]
+        results = [*of_cross_validation(cross_validation), *others, *of_grid(grid, gammas, ("ece",), validation)]
         chosen = cross_validation.chosen if criterion != "ece" else len(results) - 1  # the paper's focal scaling
     else:
         none = CalibratorResult("none", None, identity(validation, n_bins))
@@ -279,11 +267,11 @@ def run_study(
             "n_bins": n_bins,
         }
         if by_derivatives:  # both scalings, because one is the baseline of the other
-            of_proper = [one for name in SCALINGS for one in _of_method(validation, method=name, **options)]
-            results = [none, *_of_grid(grid, gammas, ("ece",), validation), *of_proper]
+            of_proper = [one for name in SCALINGS for one in of_method(validation, method=name, **options)]
+            results = [none, *of_grid(grid, gammas, ("ece",), validation), *of_proper]
         else:
-            named = _of_method(validation, method=method, **options)
-            results = [none, *_of_grid(grid, gammas, ("ece", proper), validation), *named]
+            named = of_method(validation, method=method, **options)
+            results = [none, *of_grid(grid, gammas, ("ece", proper), validation), *named]
             chosen = len(results) - 1 if named else None
         if by_derivatives or (search == "grid" and binning is None):
             keys = [(one.method, one.criterion) for one in results]
@@ -315,82 +303,3 @@ def run_study(
         remarks=() if brief else remarks(comparison, intervals_expected=resamples is None),
         accept=accept,
     )
-
-
-def _of_grid(
-    grid: CalibrationGrid, gammas: Sequence[float], criteria: Sequence[Criterion], samples: Samples
-) -> list[CalibratorResult]:
-    """The optima of both scalings by each criterion, without scores."""
-    return [
-        CalibratorResult(method, criterion, scaling)
-        for criterion in criteria
-        for method, scaling in scalings_of_grid(grid, gammas, criterion, samples).items()
-    ]
-
-
-def _of_cross_validation(cross_validation: CrossValidation) -> list[CalibratorResult]:
-    """Results for the candidates, no calibration first, without scores."""
-    results = []
-    for entry in cross_validation.entries:
-        scaling = None if entry.name == "none" else scaling_or_none(entry.calibrator)
-        criterion = None if scaling is None else scaling.criterion_
-        search: Search = "nll" if isinstance(entry.calibrator, RobustTemperatureScaling) else "grid"
-        if scaling is not None:
-            search = scaling.search_
-        results.append(CalibratorResult(entry.name, criterion, entry.calibrator, search=search, cross_validated=True))
-    return results
-
-
-def _of_method(
-    validation: Samples,
-    *,
-    gammas: Sequence[float] | None,
-    temperatures: Sequence[float] | None,
-    method: str,
-    search: Search,
-    binning: Binning | None,
-    criterion: Criterion,
-    estimator: Estimator,
-    n_bins: int,
-) -> list[CalibratorResult]:
-    """Results in addition to the grid: the scaling by another search, and bins. The last is the requested calibrator.
-
-    Args:
-        validation: in memory.
-        gammas, temperatures: None for the defaults.
-        method: ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
-        search, binning, criterion, estimator, n_bins: as :func:`run_study`.
-    """
-    if search == "grid" and binning is None:
-        return []
-    memory = validation.memory
-    assert memory is not None
-    input, labels = memory.input.double(), memory.labels
-    scaling: Scaling | None = None
-    if method != "histogram":
-        smooth = search in PROPER  # by derivatives, without a grid
-        axes: Any = {} if smooth else {"temperatures": temperatures}
-        options: Any = {"search": search, "criterion": criterion, "estimator": estimator, "n_bins": n_bins, **axes}
-        options["input_kind"] = validation.kind
-        if method == "temperature":
-            scaling = TemperatureScaling(**options)
-        else:
-            scaling = FocalTemperatureScaling(gammas=None if smooth else gammas, **options)
-    of_scaling = None if scaling is None else criterion
-    if scaling is not None and not _can_be_fitted(scaling, input, labels):
-        return [CalibratorResult(method, of_scaling, None, search=search)] if search != "grid" else []
-    wanted: list[Scaling | HistogramBinning] = []
-    if search != "grid" and scaling is not None:
-        wanted.append(scaling)
-    if binning is not None:
-        wanted.append(HistogramBinning(n_bins=n_bins, binning=binning, scaling=scaling, input_kind=validation.kind))
-    return [
-        CalibratorResult(method, of_scaling, calibrator.fit_quietly(input, labels), search=search)
-        for calibrator in wanted
-    ]
-
-
-def _can_be_fitted(scaling: Scaling, input: Tensor, labels: Tensor) -> bool:
-    """Whether the criterion is finite in some cell. The NLL is infinite in all if a true class has probability 0."""
-    impossible = 0.0 if scaling.input_kind == "probs" else -math.inf
-    return scaling.criterion != "nll" or not bool((input.gather(1, labels.unsqueeze(1)) == impossible).any())

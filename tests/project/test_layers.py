@@ -43,6 +43,7 @@ STUDY = (
     "remarks",
     "report",
     "study",
+    "choices",
     "compare",
     "evaluate",
     "apply",
