@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of
-from focalkern._types import Proper
 from focalkern.calibrators import (
     DEFAULT_GAMMAS,
     Binning,
@@ -19,15 +18,13 @@ from focalkern.calibrators._parameters import LOGITS
 from focalkern.files import InputError, LogitSet
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
-from focalkern.study.choices import of_cross_validation, of_grid, of_method
-from focalkern.study.cross_validation import cross_validate_samples
+from focalkern.study.choices import Settings, automatic_choice, named_method
 from focalkern.study.given import given_samples
 from focalkern.study.grid_search import search_grid
 from focalkern.study.intervals import bootstrap_intervals, default_resamples
 from focalkern.study.remarks import remarks
-from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, scored
+from focalkern.study.results import Comparison, scored
 from focalkern.study.samples import Samples, as_samples
-from focalkern.study.scores import identity
 from focalkern.study.study import Study
 from focalkern.study.verdict import accept_rows, judge
 
@@ -35,7 +32,6 @@ __all__ = ["compare_calibrators", "run_study"]
 
 _OP = "compare_calibrators"
 _CRITERIA = ("nll", "brier", "ece")
-_SHOWN = ("none", "temperature")  # candidates that a sweep shows, beside the chosen one
 
 
 def compare_calibrators(
@@ -209,80 +205,42 @@ def run_study(
     same = test is validation
     validation = as_samples(validation)
     test = validation if same else as_samples(test)
-    proper: Proper = "brier" if criterion == "brier" else "nll"
+    settings = Settings(
+        gammas=tuple(gammas),
+        temperatures=tuple(temperatures),
+        method=method,
+        search=search,
+        binning=binning,
+        criterion=criterion,
+        estimator=estimator,
+        n_bins=n_bins,
+    )
     auto = method == "auto"
     try:
-        made = as_candidates(candidates, proper, validation.kind, keep_predictions) if auto else {}
+        made = as_candidates(candidates, settings.proper, validation.kind, keep_predictions) if auto else {}
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_OP}: {error}") from None
-    default_axes = tuple(gammas) == DEFAULT_GAMMAS and tuple(temperatures) == PAPER_TEMPERATURES
-    by_derivatives = search is None and method in SCALINGS and criterion == proper and default_axes and binning is None
-    by_derivatives = by_derivatives and validation.memory is not None
-    search = search or (proper if by_derivatives else "grid")
     searched = search_grid(
         validation,
-        tuple(gammas) if 0.0 in gammas else (0.0, *gammas),
-        tuple(temperatures),
+        settings.gammas if 0.0 in settings.gammas else (0.0, *settings.gammas),
+        settings.temperatures,
         n_bins=n_bins,
         estimator=estimator,
-        criterion=proper,
+        criterion=settings.proper,
         folds=min(folds, len(validation)) if auto else 0,
         seed=seed,
-        lowest_of=None if not (auto and brief) else ((0.0,), tuple(gammas)) if paper else (),
+        lowest_of=None if not (auto and brief) else ((0.0,), settings.gammas) if paper else (),
     )
-    grid = searched.grid
-    cross_validation = None
-    chosen: int | None
     if auto:
-        focal = "focal-temperature"
-        cross_validation = cross_validate_samples(
-            validation, made, searched, gammas, criterion=proper, folds=folds, seed=seed
-        )
-        others = []
-        if candidates is None and validation.memory is None:  # for comparison with the candidates
-            others = [one for one in of_grid(grid, gammas, (proper,), validation) if one.method == focal]
-        elif candidates is None:
-            others = of_method(
-                validation,
-                gammas=None,
-                temperatures=None,
-                method=focal,
-                search=proper,
-                binning=None,
-                criterion=proper,
-                estimator=estimator,
-                n_bins=n_bins,
-            )
-        results = [*of_cross_validation(cross_validation), *others, *of_grid(grid, gammas, ("ece",), validation)]
-        chosen = cross_validation.chosen if criterion != "ece" else len(results) - 1  # the paper's focal scaling
+        with_focal = candidates is None
+        choice = automatic_choice(validation, settings, searched, made, folds=folds, seed=seed, with_focal=with_focal)
     else:
-        none = CalibratorResult("none", None, identity(validation, n_bins))
-        options: Any = {
-            "gammas": None if tuple(gammas) == DEFAULT_GAMMAS else tuple(gammas),
-            "temperatures": None if tuple(temperatures) == PAPER_TEMPERATURES else tuple(temperatures),
-            "search": search,
-            "binning": binning,
-            "criterion": criterion,
-            "estimator": estimator,
-            "n_bins": n_bins,
-        }
-        if by_derivatives:  # both scalings, because one is the baseline of the other
-            of_proper = [one for name in SCALINGS for one in of_method(validation, method=name, **options)]
-            results = [none, *of_grid(grid, gammas, ("ece",), validation), *of_proper]
-        else:
-            named = of_method(validation, method=method, **options)
-            results = [none, *of_grid(grid, gammas, ("ece", proper), validation), *named]
-            chosen = len(results) - 1 if named else None
-        if by_derivatives or (search == "grid" and binning is None):
-            keys = [(one.method, one.criterion) for one in results]
-            chosen = keys.index((method, criterion)) if (method, criterion) in keys else None
-    only_test = None
-    if brief:  # without the candidates that a sweep does not show
-        winner = None if chosen is None else results[chosen]
-        results = [one for one in results if one is winner or not one.cross_validated or one.method in _SHOWN]
-        chosen = next((place for place, one in enumerate(results) if one is winner), None)
-        only_test = ("accuracy", "nll", "brier", f"ece_{report_estimator}")
-    results = scored(results, validation, test, n_bins, only_test)
+        choice = named_method(validation, settings, searched)
+    if brief:
+        choice = choice.brief()
+    only_test = ("accuracy", "nll", "brier", f"ece_{report_estimator}") if brief else None
+    results = scored(choice.results, validation, test, n_bins, only_test)
+    chosen = None if choice.chosen is None else results[choice.chosen]
     n_resamples = default_resamples(test) if resamples is None else resamples
     n_resamples = n_resamples if test.processes.rank == 0 else 0  # only rank 0 has the results
     comparison = Comparison(
@@ -290,9 +248,9 @@ def run_study(
         test=test,
         search=searched,
         results=tuple(results),
-        chosen=None if chosen is None or results[chosen].calibrator is None else results[chosen],
+        chosen=None if chosen is None or chosen.calibrator is None else chosen,
         intervals=bootstrap_intervals(results, test, n_bins, n_resamples, seed) if n_resamples else None,
-        cross_validation=cross_validation,
+        cross_validation=choice.cross_validation,
         estimator=report_estimator,
         criterion=criterion,
     )
