@@ -92,6 +92,7 @@ def precompiled(include: list[str], compiler: list[str | Path], name: str) -> li
 def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolkit: Path | None, folder: Path) -> None:
     """Fills a folder with the files that the docstring above lists."""
     compiler, old = Compiler(), old_libraries()
+    headers = {torch: headers_of(torch) for torch in torches}  # first: kernels compile for an hour, and pip may fail
     folder.mkdir(parents=True)
     kernels = compiler.objects(sources("cpu/**/*.cpp"), kernel_command(), {}, "")
     link(folder / "libfocalkern_cpu.so", kernels, "-Wl,-Bsymbolic", *old)
@@ -107,8 +108,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         runtime = [*static, "-Wl,--exclude-libs,ALL", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         link(folder / "libfocalkern_cuda.so", compiler.objects(sources("cuda/*.cu"), nvcc, {}, ""), *runtime, *old)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    for torch in torches:
-        include = headers_of(torch)
+    for torch, include in headers.items():
         minor = "_".join(torch.split(".")[:2])
         where = [f"-I{ROOT / 'csrc'}", f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
         where.append(f"-isystem{sysconfig.get_path('include')}")
@@ -124,7 +124,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
             ours = [f"-L{folder}", "-lfocalkern_cpu", *(["-lfocalkern_cuda"] if with_cuda else [])]
             cuda = stand_ins(BUILD / "stand_ins", ["c10_cuda"]) if with_cuda else []
             link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours, *old)
-    stable = (compiler, folder, headers_of(torches[0]), torches[0])
+    stable = (compiler, folder, headers[torches[0]], torches[0])
     build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", *old])
     if toolkit:
         build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", "-lfocalkern_cuda", *old], toolkit)
