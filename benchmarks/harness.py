@@ -22,6 +22,9 @@ import numpy as np
 import torch
 
 import focalkern
+from benchmarks.torchvision_names import import_torchvision_beside_any_torch
+
+torchvision_names = import_torchvision_beside_any_torch()  # the names exist as long as this library object
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -104,8 +107,7 @@ def commit() -> str:
 
 
 def why_absent(error: ImportError | RuntimeError) -> str:
-    """The error as one line. A RuntimeError comes from a module compiled for another torch (torchvision, which others
-    import)."""
+    """The error as one line. A RuntimeError comes from a module compiled for another torch."""
     if isinstance(error, ModuleNotFoundError):
         return "not installed"
     return f"{type(error).__name__}: {error}".splitlines()[0]

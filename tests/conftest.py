@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import runpy
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,26 +104,9 @@ def peer(name: str) -> Any:
     return pytest.importorskip(name, exc_type=ImportError)
 
 
-def import_torchvision_beside_any_torch() -> torch.library.Library | None:
-    """Makes torchvision's Python part importable if its compiled part was built for another torch.
-
-    PyPI's torchvision is a CUDA build. Its library does not load with a CPU build of torch. The import of torchvision,
-    and of every peer that imports it, then fails at missing operators. No test calls an operator of torchvision, so
-    defining the names suffices.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    for library in Path(spec.origin).parent.glob("_C*.so") if spec is not None and spec.origin else []:
-        try:
-            torch.ops.load_library(library)
-        except OSError:
-            names = torch.library.Library("torchvision", "FRAGMENT")
-            for name in ("nms", "qnms"):
-                names.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            return names
-    return None
-
-
-torchvision_names = import_torchvision_beside_any_torch()  # the names exist as long as this library object
+# By its path: the tests of an installed wheel run in a folder where benchmarks cannot be imported.
+_names = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/torchvision_names.py"))
+torchvision_names = _names["import_torchvision_beside_any_torch"]()  # the names exist as long as this library object
 
 
 @pytest.fixture(autouse=True)
