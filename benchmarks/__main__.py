@@ -13,6 +13,7 @@ from benchmarks.speed import (
     calibration_map,
     calls,
     focal_loss,
+    libraries,
     linear_focal_loss,
     losses,
     package,
@@ -25,6 +26,7 @@ from benchmarks.targets import target_lines
 BENCHMARKS = {
     "calls": calls,
     "focal_loss": focal_loss,
+    "libraries": libraries,
     "linear_focal_loss": linear_focal_loss,
     "losses": losses,
     "sigmoid_loss": sigmoid_loss,
