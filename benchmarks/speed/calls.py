@@ -266,7 +266,7 @@ def metrics(quick: bool) -> Iterator[Case]:
         pairs: list[tuple[str, Any, Any]] = [
             ("CalibrationError", ours.CalibrationError(), theirs.MulticlassCalibrationError(classes)),
             ("NegativeLogLikelihood", ours.NegativeLogLikelihood(), None),
-            ("ClasswiseCalibrationError", ours.ClasswiseCalibrationError(), None),
+            ("ClasswiseCalibrationError", ours.ClasswiseCalibrationError(classes), None),
         ]
         for name, own, peer in pairs:
             providers = [Provider("focalkern", lambda m=own, p=probs, y=target: m.update(p, y))]
