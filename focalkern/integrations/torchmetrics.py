@@ -18,6 +18,7 @@ from torch import Tensor
 
 from focalkern import metrics
 from focalkern._arrays import flat_rows
+from focalkern.metrics._bins import equal_width_edges, equal_width_index
 from focalkern.metrics._inputs import probs_and_target
 
 try:
@@ -85,7 +86,12 @@ class _FocalkernMetric(Metric):
         """The given probabilities, or the softmax of logits, in at least float32."""
         if self.input_kind == "probs":
             return scores
-        return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        without = probs[:, 0].isnan()  # NaN, +inf or only -inf in a row make all of it NaN
+        if bool(without.any()):
+            row = int(without.nonzero()[0])
+            raise ValueError(f"{type(self).__name__}: preds must have a finite softmax, got {scores[row]} at row {row}")
+        return probs
 
 
 class CalibrationError(_FocalkernMetric):
@@ -156,7 +162,11 @@ class CalibrationError(_FocalkernMetric):
             TypeError, ValueError, IndexError: as :func:`focalkern.metrics.expected_calibration_error`.
         """
         scores, target = self._rows(preds, target)
-        confidence, correct = self._probs(scores).amax(-1), scores.argmax(-1) == target
+        if self.input_kind == "probs":
+            confidence, top = scores.max(-1)
+        else:  # the softmax may round two logits to equal probabilities
+            confidence, top = self._probs(scores).amax(-1), scores.argmax(-1)
+        correct = top == target
         if self.estimator == "equal_width":
             _add_to_bin_sums(self, confidence, correct)
         else:
@@ -355,11 +365,13 @@ def _add_bin_sums(metric: Any, shape: tuple[int, ...]) -> None:
     metric.add_state("correct_sum", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
 
+@torch.no_grad()
 def _add_to_bin_sums(metric: Any, confidence: Tensor, correct: Tensor) -> None:
-    bins = metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=metric.n_bins)
-    metric.count += bins.count
-    metric.confidence_sum += (bins.confidence * bins.count).nan_to_num(nan=0.0)
-    metric.correct_sum += (bins.accuracy * bins.count).nan_to_num(nan=0.0)
+    """Adds confidences [..., rows] to the sums [..., M] of equal-width bins."""
+    index = equal_width_index(confidence, equal_width_edges(confidence, metric.n_bins)).sub_(1)
+    metric.count.scatter_add_(-1, index, torch.ones_like(index))
+    metric.confidence_sum.scatter_add_(-1, index, confidence.to(torch.float64))
+    metric.correct_sum.scatter_add_(-1, index, correct.to(torch.float64))
 
 
 def _bins_from_sums(metric: Any, n_samples: int) -> metrics.ReliabilityBins:

@@ -89,7 +89,7 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
     if probs.dim() < 2 or probs.shape[-1] < 1:
         raise ValueError(f"{op}: probs must be [N, C], got shape {list(probs.shape)}")
     if not log and probs.numel():
-        low, high = probs.amin(), probs.amax()
+        low, high = torch.aminmax(probs)
         # The comparison is false for NaN, so NaN raises too.
         if not (bool(low >= 0) and bool(high <= 1 + _ABOVE_ONE)):
             inside = ((probs >= 0) & (probs <= 1 + _ABOVE_ONE)).all(-1)
@@ -120,8 +120,9 @@ def probs_and_target(op: str, probs: Any, target: Any, *, log: bool = False) -> 
         pixels = f" or [N, d1, ...] = {[len(probs), *probs.shape[2:]]}" if probs.dim() > 2 else ""
         raise ValueError(f"{op}: target must be [N] = {list(probs.shape[:-1])}{pixels}, got {list(target.shape)}")
     target = target.to(torch.int64)
-    outside = (target < 0) | (target >= probs.shape[-1])
-    if bool(outside.any()):
+    low, high = torch.aminmax(target) if target.numel() else (0, 0)
+    if not 0 <= int(low) <= int(high) < max(1, probs.shape[-1]):
+        outside = (target < 0) | (target >= probs.shape[-1])
         where = outside.nonzero()[0].tolist()
         raise IndexError(
             f"{op}: target must be in [0, {probs.shape[-1]}), got {target[tuple(where)].item()} at row {where[-1]}"

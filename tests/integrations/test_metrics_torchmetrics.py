@@ -1,5 +1,7 @@
 """The Metric classes compared with their functions: batch by batch, in a collection, and over two processes."""
 
+import functools
+import math
 import multiprocessing
 import pickle
 import sys
@@ -124,6 +126,17 @@ def test_no_rows_are_nan():
         metric.reset()
         metric.update(torch.empty(0, 3), torch.empty(0, dtype=torch.int64))
         assert metric.compute().isnan()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("metric", [ours.CalibrationError, functools.partial(ours.ClasswiseCalibrationError, 3)])
+def test_logits_without_a_softmax_are_an_error(metric, value):
+    logits = torch.zeros(4, 3)
+    logits[2, 1] = value
+    found = metric(input_kind="logits")
+    with pytest.raises(ValueError, match=r"CalibrationError: preds must have a finite softmax, got .* at row 2"):
+        found.update(logits, torch.zeros(4, dtype=torch.int64))
+    assert not found.count.any() and not found.confidence_sum.any()
 
 
 def test_a_collection_and_its_state_dict():
