@@ -7,6 +7,7 @@ between marks.
 
 import argparse
 import csv
+import functools
 import re
 import statistics
 from pathlib import Path
@@ -167,18 +168,21 @@ def modules(out: Path = RESULTS) -> str:
     return github(rows, header)
 
 
-def calls(out: Path = RESULTS) -> str:
-    """Small calls and options: each other way of a case beside focalkern's."""
+def ways(op: str, out: Path = RESULTS) -> str:
+    """Each other way of a case beside focalkern's."""
     rows = []
-    for case in dict.fromkeys(row["case"] for row in recorded_rows("calls", out)):
-        own, slower = recorded("calls", case, "median_ms", out), recorded("calls", case, "speedup", out)
+    for case in dict.fromkeys(row["case"] for row in recorded_rows(op, out)):
+        own, slower = recorded(op, case, "median_ms", out), recorded(op, case, "speedup", out)
         if not own:  # a peer was absent
             continue
         time = own["focalkern"]
         shown = f"{time * 1e3:.3g} us" if time < 1 else f"{time:.3g} ms"
-        others = [f"{name}: {ratio:,.2f} x" for name, ratio in slower.items() if name != "focalkern"]
-        rows.append([case, shown, *(others + [""] * 3)[:3]])
-    return github(rows, ["call", "focalkern", "another way", "", ""])
+        rows.append(
+            [case, shown, *(f"{name}: {ratio:,.2f} x" for name, ratio in slower.items() if name != "focalkern")]
+        )
+    columns = max(map(len, rows))
+    header = ["call", "focalkern", "another way", *[""] * (columns - 3)]
+    return github([row + [""] * (columns - len(row)) for row in rows], header)
 
 
 TABLES = {
@@ -187,7 +191,8 @@ TABLES = {
     "calibration": (README, calibration),
     "helps": (HELPS, helps),
     "modules": (SPEED_PAGE, modules),
-    "calls": (SPEED_PAGE, calls),
+    "calls": (SPEED_PAGE, functools.partial(ways, "calls")),
+    "libraries": (SPEED_PAGE, functools.partial(ways, "libraries")),
     "gpu steps": (GPU_PAGE, gpu_tables.steps),
     "gpu passes": (GPU_PAGE, gpu_tables.passes),
     "gpu grids and fits": (GPU_PAGE, gpu_tables.grids_and_fits),
