@@ -239,6 +239,11 @@ def test_the_demo(run, tmp_path, monkeypatch):
         assert document["rows"][0]["test"]["accuracy"] > 0.3
         evaluated = run_json(run, "evaluate", tmp_path / "a" / name / "logits.npz")
         assert evaluated["sets"][1]["rows"][0]["figures"] == pytest.approx(document["rows"][0]["test"])
+        with np.load(tmp_path / "a" / name / "logits.npz") as arrays:
+            probs = torch.from_numpy(arrays["test_logits"]).double().softmax(-1)
+            correct = probs.argmax(-1) == torch.from_numpy(arrays["test_labels"])
+            gap = float(probs.amax(-1).mean() - correct.double().mean())
+        assert f"{gap:+.4f}" in out.partition("Mean confidence minus accuracy")[2]
     assert out.count("focal temperature, NLL-optimal") >= 3
     assert out.count("half the 95 % interval") == 1  # the legend
     index = tmp_path / "a" / "index.html"
