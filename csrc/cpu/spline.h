@@ -75,7 +75,8 @@ void spline_temperature_sums(const SplineInput& rows, const SplineTargets& targe
 // counts [kSplineBins]: histogram of u with weights w P (1 - P).
 void spline_histogram(const SplineInput& rows, const double* weight, int64_t row_begin, int64_t row_end,
                       double* counts);
-// The sum over rows of w times the variance of logit / `scale`, clamped to at least the row's largest one - `lowest`.
+// The sum over rows of w times the variance of x = logit / `scale`. An x below the largest of its row less `lowest`
+// counts as that.
 double spline_spread(const SplineInput& rows, const double* weight, double scale, double lowest, int64_t row_begin,
                      int64_t row_end);
 

@@ -48,8 +48,10 @@ def linear_focal_loss_over_ranks(
     z_loss: float,
     return_stats: bool,
 ) -> tuple[Tensor, LossStats | None]:
-    """:func:`focalkern.linear_focal_loss` over ``process_group``, which is ALONE for z_loss and return_stats in one
-    process. The loss is float64."""
+    """:func:`focalkern.linear_focal_loss` over ``process_group``, with a float64 loss.
+
+    One process calls it too, for z_loss and return_stats; its group is ALONE.
+    """
     leading, classes = input.shape[:-1], len(linear_weight)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, z_loss)
     settings = check_settings(_OP, kind_of(modulation), target, leading, classes, gamma, 0.0, *options)

@@ -115,7 +115,7 @@ def test_widening_ends_where_there_is_no_optimum():
 
 @pytest.mark.parametrize(("network", "worse"), [("cross-entropy", False), ("focal-3", True)])
 def test_an_ece_that_costs_nll_and_brier(network, worse):
-    """A fit that is worse than no calibration on a network of Fashion-MNIST is reported with its losses."""
+    """If the ECE's choice has a higher NLL and Brier score than no calibration, a warning gives both."""
     with np.load(DATA / f"fashion_mnist_{network}.npz") as data:
         logits, labels = (torch.from_numpy(data[f"val_{name}"]) for name in ("logits", "labels"))
     calibrator = FocalTemperatureScaling(criterion="ece")
