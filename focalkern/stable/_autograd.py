@@ -10,7 +10,17 @@ from torch.autograd import forward_ad
 from focalkern._devices import is_host_number
 from focalkern._types import PLAIN_TENSORS
 
-__all__ = ["Operator", "apply", "is_dense", "needs_composite", "parameter", "reduced", "register"]
+__all__ = [
+    "Operator",
+    "apply",
+    "gradients",
+    "is_dense",
+    "is_transformed",
+    "needs_composite",
+    "parameter",
+    "reduced",
+    "register",
+]
 
 
 class Operator(NamedTuple):
@@ -70,9 +80,9 @@ class _Eager(torch.autograd.Function):
         asked = ctx.needs_input_grad[3:]
         if grad is None:
             return (None,) * (3 + len(asked))
-        transformed = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
         saved = kept[len(numbers) :]
-        return (None, None, None, *_gradients(operator, grad, inputs, saved, options, asked, transformed))
+        found = gradients(operator, grad, inputs, saved, options, asked, is_transformed(grad))
+        return (None, None, None, *found)
 
 
 def register(library: torch.library.Library, operator: Operator, keys: Sequence[str]) -> None:
@@ -120,7 +130,7 @@ def register(library: torch.library.Library, operator: Operator, keys: Sequence[
         asked, kept = ctx.needs_input_grad, ctx.saved_tensors
         if grad is None:
             return (None,) * len(asked)
-        found = _gradients(operator, grad, operator.inputs(*kept[:n]), kept[n:], ctx.options, asked, True)
+        found = gradients(operator, grad, operator.inputs(*kept[:n]), kept[n:], ctx.options, asked, True)
         return (*found, *(None,) * (len(asked) - len(found)))
 
     for key in keys:
@@ -132,7 +142,12 @@ def register(library: torch.library.Library, operator: Operator, keys: Sequence[
     torch.library.register_autograd(names[0], derivative, setup_context=keep, lib=library)
 
 
-def _gradients(
+def is_transformed(grad: Tensor) -> bool:
+    """Whether a torch.func transform or a batched gradient needs the registered operator."""
+    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def gradients(
     operator: Operator,
     grad: Tensor,
     inputs: Any,
@@ -181,7 +196,9 @@ def _registered(operator: Operator, direction: str) -> Any:
 def _tensors(inputs: Sequence[Any]) -> list[Tensor | None]:
     """The inputs, with numbers converted to tensors."""
     wide = torch.float64
-    return [v if v is None or isinstance(v, Tensor) else torch.scalar_tensor(v, dtype=wide) for v in inputs]
+    return [
+        v if v is None or isinstance(v, Tensor) else torch.scalar_tensor(v, dtype=wide, device="cpu") for v in inputs
+    ]
 
 
 def needs_composite(inputs: Sequence[object]) -> bool:

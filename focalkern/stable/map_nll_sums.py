@@ -35,7 +35,7 @@ def map_nll_sums(
         raise IndexError(
             f"{_OP}: target must be from 0 to {n_classes - 1}, got {label} at row {row} of network {network}"
         )
-    total = torch.empty(n_networks, _SUMS, dtype=torch.float64)
+    total = share.new_empty(n_networks, _SUMS)
     rows = (one.contiguous() for one in (input, target, share))
     parameters = (None if one is None else one.contiguous() for one in (gammas, betas))
     torch.ops.focalkern_stable.map_nll_sums_out(*rows, *parameters, is_probs, total)

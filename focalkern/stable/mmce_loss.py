@@ -9,7 +9,7 @@ from focalkern._devices import autocast_is_on
 from focalkern._types import LABELS
 from focalkern.fallback.mmce_loss import mmce_loss_composite
 from focalkern.stable import row_loss
-from focalkern.stable._autograd import needs_composite
+from focalkern.stable._autograd import gradients, is_transformed, needs_composite
 
 __all__ = ["mmce_loss"]
 
@@ -43,7 +43,7 @@ class _Mmce(torch.autograd.Function):
         arguments = row_loss.of_labels("MMCELoss", input, target, 0.0, reduction, ignore_index)
         row_loss.OPERATOR.check(*arguments)
         loss, saved = row_loss.OPERATOR.forward(*arguments)
-        gamma = torch.empty(target.shape, dtype=saved.dtype)
+        gamma = saved.new_empty(target.shape)
         options = (coefficient, weighted, bandwidth, reduction == _MEAN, ignore_index)
         _kernels.mmce_add_out(saved, target.contiguous(), gamma, loss, *options)
         ctx.save_for_backward(input, target, saved, gamma)
@@ -61,4 +61,6 @@ class _Mmce(torch.autograd.Function):
         inputs, options = row_loss.of_labels(
             "MMCELoss", input, target, gamma, settings.reduction, settings.ignore_index
         )
-        return row_loss.OPERATOR.backward(grad, inputs, (saved,), options, (True, False, False))[0], None, None
+        asked = (True, False, False)
+        found = gradients(row_loss.OPERATOR, grad, inputs, (saved,), options, asked, is_transformed(grad))
+        return found[0], None, None

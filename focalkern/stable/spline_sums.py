@@ -29,7 +29,7 @@ def spline_temperature_sums(
     input: Tensor, target: Tensor, weight: Tensor, betas: Tensor, floor: float, is_probs: bool
 ) -> Tensor:
     rows = _rows("spline_temperature_sums", input, target, weight)
-    result = torch.empty(2, betas.numel(), dtype=_WIDE)
+    result = torch.empty(2, betas.numel(), dtype=_WIDE, device="cpu")
     _kernels.spline_temperature_sums_out(*rows, _wide(betas, input.device), result, floor, is_probs)
     return result
 
@@ -46,7 +46,7 @@ def spline_histogram(input: Tensor, weight: Tensor, temperature: float, floor: f
     if not input.is_cpu:
         return plain_histogram(input, weight, temperature, floor, is_probs)
     rows, _, weights = _rows("spline_histogram", input, None, weight)
-    result = torch.empty(_N_BINS, dtype=_WIDE)
+    result = torch.empty(_N_BINS, dtype=_WIDE, device="cpu")
     _kernels.spline_histogram_out(rows, weights, result, temperature, floor, is_probs)
     return result
 
@@ -77,7 +77,7 @@ def spline_curve_sums(
     op, n = "spline_curve_sums", knots.numel() + 1
     rows = _rows(op, input, target, weight)
     curve = _curve(op, input, knots, basis, values, of_x, bias, extra)
-    gradient, hessian = torch.empty(n, dtype=_WIDE), torch.empty(n, n, dtype=_WIDE)
+    gradient, hessian = torch.empty(n, dtype=_WIDE, device="cpu"), torch.empty(n, n, dtype=_WIDE, device="cpu")
     settings = (temperature, floor, slope, is_probs, keep_zeros)
     value: float = _kernels.spline_curve_sums_out(*rows, *curve, gradient, hessian, *settings)
     return value, gradient, hessian
@@ -103,7 +103,7 @@ def spline_linear_sums(
     op = "spline_linear_sums"
     rows = _rows(op, input, target, weight)
     curve = _curve(op, input, knots, basis, values, of_x, bias, extra)
-    gradient = torch.empty(knots.numel() + 1, dtype=_WIDE)
+    gradient = torch.empty(knots.numel() + 1, dtype=_WIDE, device="cpu")
     of_weight, of_bias = (input.new_empty(input.shape[1], dtype=_WIDE) for _ in range(2))
     slopes = input.new_empty(input.shape, dtype=_WIDE) if want_slopes else None
     settings = (temperature, floor, slope, is_probs, keep_zeros)

@@ -145,8 +145,30 @@ def fits():
     return found
 
 
+def batched_gradients():
+    """Several upstream gradients at once."""
+    torch.manual_seed(4)
+    target = torch.randint(5, (20,))
+    found = []
+    for loss in (fk.FocalLoss(2.0), fk.MMCELoss(), fk.MMCELoss(reduction="sum")):
+        logits = torch.randn(20, 5, requires_grad=True)
+        found += torch.autograd.grad(loss(logits, target), logits, torch.randn(3), is_grads_batched=True)
+    return found
+
+
+def results_beside_another_default_device():
+    """Results lie on the device of the input."""
+    torch.manual_seed(5)
+    logits, target = torch.randn(300, 5), torch.randint(5, (300,))
+    target[::2] = logits[::2].argmax(1)
+    with torch.device("meta"):
+        loss = fk.MMCELoss()(logits, target)
+        return [loss, fk.fit_temperatures(logits[None], target[None])]
+
+
 def everything():
-    return values_and_gradients() + grids() + spline_maps() + fits()
+    parts = (values_and_gradients, grids, spline_maps, fits, batched_gradients, results_beside_another_default_device)
+    return [found for part in parts for found in part()]
 
 
 def test_the_stable_module_has_every_function_of_plain_torch():
