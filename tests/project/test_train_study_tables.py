@@ -209,12 +209,12 @@ def test_the_page_has_the_recorded_numbers():
     p_values = [p for p in p_values if not math.isnan(p)]
     temperatures = {row["loss"]: f"{row['temperature_mean']:.2f}" for row in read["table_post_hoc"]}
     for said in (
-        f"({curve('cross-entropy', 'head_weight_norm')}); under focal 3 they go",
-        f"from {curve('focal-3', 'test_nll_incorrect')} and from {curve('focal-3', 'head_weight_norm')}",
+        f"{curve('focal-3', 'test_nll_incorrect')} under focal 3. The weight norm of the last layer rises from "
+        f"{curve('cross-entropy', 'head_weight_norm')} and from {curve('focal-3', 'head_weight_norm')} (Mukhoti",
         f"from {temperatures['focal-7']} for focal 7 over {temperatures['cross-entropy']} for cross-entropy to "
-        f"{temperatures['inverse-focal-3']} for",
-        f"{top('cross-entropy', 1)} for those first right in epoch 1 and {top('cross-entropy', 10)} for those first "
-        f"right in epoch 10, under focal 3 {top('focal-3', 1)} and {top('focal-3', 10)} (Wang",
+        f"{temperatures['inverse-focal-3']} for inverse focal 3",
+        f"{top('cross-entropy', 1)} for samples first right in epoch 1 and {top('cross-entropy', 10)} for samples "
+        f"first right in epoch 10; under focal 3 they are {top('focal-3', 1)} and {top('focal-3', 10)}.",
         f"and a lower one in {gain['runs_better']:g} of {gain['runs']:g} runs",
         f"Of {len(p_values)} paired t-tests",
     ):
@@ -233,7 +233,7 @@ def test_the_page_has_the_recorded_numbers():
 
     families = ("label-smoothing", "l1-norm", "focal")
     assert [best(family, 99) for family in families] == ["label-smoothing-0.03", "l1-norm-0.01", "focal-3"]
-    assert "from 0.03 (label smoothing), 0.01 (L1 norm) and 3 (focal) to 0" in pages
+    assert "falls to 0: from 0.03 for label smoothing, 0.01 for the L1 norm and 3 for focal loss" in pages
     assert {best(family, 799) for family in families} == {"cross-entropy"}
 
 
