@@ -5,14 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from focalkern.fallback._checks import (
-    autocasts,
-    check_dense,
-    check_floating,
-    sum_tolerance,
-    values_may_be_read,
-    widest_dtype,
-)
+from focalkern.fallback._checks import autocasts, sum_tolerance, values_may_be_read, widest_dtype
+from focalkern.fallback._spline_arguments import check_map
 
 __all__ = [
     "all_in_order",
@@ -104,7 +98,7 @@ def spline_map(
     log: bool,
 ) -> Tensor:
     """The compiled module's spline_map in plain torch; ``weight`` may also be a matrix [C, C]."""
-    _check(input)
+    check_map(input, parameters, knots, coefficients, weight, bias)
     output = _definition(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, log)
     readable = values_may_be_read(input)
     if readable:
@@ -128,16 +122,9 @@ def spline_map_composite(
     wide: bool,
 ) -> Tensor:
     """The operator ``spline_map_composite``. ``wide``: whether autocast makes the result float32."""
-    _check(input)
+    check_map(input, parameters, knots, coefficients, weight, bias)
     output = _definition(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, log_output)
     return output.to(torch.float32 if wide else input.dtype)
-
-
-def _check(input: Tensor) -> None:
-    check_dense(_OP, input)
-    check_floating(_OP, "input", input)
-    if input.dim() < 1 or input.shape[-1] < 2:
-        raise ValueError(f"{_OP}: input must be [..., C] with C >= 2, got shape {list(input.shape)}")
 
 
 def _definition(

@@ -15,6 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from focalkern.fallback._checks import check_floating
+from focalkern.fallback._spline_arguments import check_curve, check_rows
+
 __all__ = [
     "spline_curve_sums",
     "spline_histogram",
@@ -38,6 +41,7 @@ def spline_temperature_sums(
 
     With e = 0, a label whose logit is -inf has an infinite loss.
     """
+    check_rows("spline_temperature_sums", input, target, weight)
     sums = torch.zeros(2, len(betas), dtype=torch.float64)
     for block, labels, w in _blocks(input, target.unsqueeze(1), weight):
         gap = _logits(block, is_probs)
@@ -61,6 +65,7 @@ def spline_temperature_sums(
 def spline_spread(input: Tensor, weight: Tensor, scale: float, lowest: float, is_probs: bool) -> float:
     """The sum over rows of w times the variance of logits / ``scale``, each raised to at least the row's maximum -
     ``lowest``."""
+    check_rows("spline_spread", input, None, weight)
     total = 0.0
     for block, w in _blocks(input, weight):
         scores = _logits(block, is_probs) / scale
@@ -71,6 +76,7 @@ def spline_spread(input: Tensor, weight: Tensor, scale: float, lowest: float, is
 
 def spline_histogram(input: Tensor, weight: Tensor, temperature: float, floor: float, is_probs: bool) -> Tensor:
     """[7680]: histogram of the log-odds u with the weights w P (1 - P), in bins of 1/64 from -60 to 60."""
+    check_rows("spline_histogram", input, None, weight)
     n_bins = 2 * _HISTOGRAM_END * _BINS_PER_UNIT
     counts = torch.zeros(n_bins, dtype=torch.float64)
     for block, w in _blocks(input, weight):
@@ -83,6 +89,7 @@ def spline_histogram(input: Tensor, weight: Tensor, temperature: float, floor: f
 
 def spline_log_probs(input: Tensor, temperature: float, floor: float, is_probs: bool) -> Tensor:
     """x [N, C], the floored log-probabilities."""
+    check_floating("spline_log_probs", "input", input)
     return torch.cat([_features(block, temperature, floor, is_probs)[0] for (block,) in _blocks(input)])
 
 
@@ -109,6 +116,9 @@ def spline_curve_sums(
     function is a sum of powers s^k of the offset s on each piece, so that sums of p s^k are all that is read of the
     entries.
     """
+    op = "spline_curve_sums"
+    check_rows(op, input, target, weight)
+    check_curve(op, input, knots, basis, values, of_x, bias, extra)
     device, m = input.device, len(knots)
     pieces, of_entries = m + 1, basis.to(device)
     flat = of_entries.reshape(pieces * 4, m)
@@ -169,6 +179,9 @@ def spline_linear_sums(
 
     With ``want_slopes`` also the gradient in the scores [N, C], else None.
     """
+    op = "spline_linear_sums"
+    check_rows(op, input, target, weight)
+    check_curve(op, input, knots, basis, values, of_x, bias, extra)
     device, pieces = input.device, len(knots) + 1
     nll, sum_of_x = 0.0, 0.0
     moments = torch.zeros(pieces, 4, dtype=torch.float64, device=device)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from focalkern._types import compute_dtype
-from focalkern.fallback._checks import autocasts, check_dense, check_floating, values_may_be_read
+from focalkern.fallback._checks import autocasts, values_may_be_read
+from focalkern.fallback._spline_arguments import check_map
 from focalkern.fallback.spline_map import all_in_order, raise_invalid_row, spline_map_composite
 from focalkern.stable._autograd import Operator, apply
 
 __all__ = ["OPERATOR", "spline_map"]
 
 _OP = "spline_calibration_map"
-_MOST_KNOTS = 255
 _kernels = torch.ops.focalkern_stable
 
 
@@ -58,30 +58,7 @@ class _Options(NamedTuple):
 
 
 def _check(inputs: _Inputs, options: _Options) -> None:
-    input, parameters, knots, coefficients, weight, bias = inputs
-    check_dense(_OP, input)
-    check_floating(_OP, "input", input)
-    if input.dim() < 1 or input.shape[-1] < 2:
-        raise ValueError(f"{_OP}: input must be [..., C] with C >= 2, got shape {list(input.shape)}")
-
-    def is_wide(tensor: Tensor) -> bool:
-        return tensor.dtype == torch.float64 and (tensor.is_cpu or tensor.device == input.device)
-
-    if not is_wide(parameters) or parameters.shape != (3,) or not (parameters.is_cpu or parameters.is_meta):
-        raise ValueError(f"{_OP}: parameters must be [3] float64 on the CPU, got {list(parameters.shape)}")
-    if not is_wide(knots) or knots.dim() != 1 or not 2 <= knots.shape[0] <= _MOST_KNOTS:
-        raise ValueError(
-            f"{_OP}: knots must be [m] float64 with m from 2 to {_MOST_KNOTS}, got shape {list(knots.shape)}"
-        )
-    if not is_wide(coefficients) or coefficients.shape != (knots.shape[0] + 1, 4):
-        raise ValueError(f"{_OP}: coefficients must be [m + 1, 4] float64, got shape {list(coefficients.shape)}")
-    for tensor, most_dims in ((weight, 2), (bias, 1)):
-        if tensor is None:
-            continue
-        of_classes = tensor.shape == input.shape[-1:] * max(1, tensor.dim())
-        if not is_wide(tensor) or tensor.dim() > most_dims or not of_classes:
-            found = list(tensor.shape)
-            raise ValueError(f"{_OP}: weight must be [C] or [C, C] and bias [C], in float64, got {found}")
+    check_map(*inputs)
 
 
 def _prepared(inputs: _Inputs) -> list[Tensor | None]:

@@ -6,7 +6,8 @@ Arguments and results are those of :mod:`focalkern.fallback.spline_sums`.
 import torch
 from torch import Tensor
 
-from focalkern.fallback._checks import check_floating, check_same_device
+from focalkern.fallback._checks import check_floating
+from focalkern.fallback._spline_arguments import check_curve, check_rows
 from focalkern.fallback.spline_sums import spline_histogram as plain_histogram
 from focalkern.fallback.spline_sums import spline_spread as plain_spread
 
@@ -19,7 +20,6 @@ __all__ = [
     "spline_temperature_sums",
 ]
 
-_MOST_KNOTS = 15
 _N_BINS = 7680
 _WIDE = torch.float64
 _kernels = torch.ops.focalkern_stable
@@ -118,22 +118,8 @@ def _wide(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _rows(op: str, input: Tensor, target: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Input, target and weight as the kernels take them."""
-    check_floating(op, "input", input)
-    if input.dim() != 2 or input.shape[1] < 2:
-        raise ValueError(f"{op}: input must be [N, C] with C >= 2, got {list(input.shape)}")
-    n_rows, n_classes = input.shape
-    check_same_device(op, "weight", weight, input)
-    if weight.shape != (n_rows,):
-        raise ValueError(f"{op}: weight must be [N] = [{n_rows}], got {list(weight.shape)}")
-    if target is not None:
-        check_same_device(op, "target", target, input)
-        if target.dtype != torch.int64 or target.shape != (n_rows,):
-            raise ValueError(f"{op}: target must be [N] = [{n_rows}] int64, got {list(target.shape)}")
-        # On CUDA this check would wait for the device; a kernel treats such a label as no class.
-        if target.is_cpu and n_rows and not 0 <= int(target.min()) <= int(target.max()) < n_classes:
-            row = int(((target < 0) | (target >= n_classes)).nonzero()[0])
-            raise IndexError(f"{op}: target must be from 0 to {n_classes - 1}, got {int(target[row])} at row {row}")
-        target = target.contiguous()
+    check_rows(op, input, target, weight)
+    target = None if target is None else target.contiguous()
     return input.contiguous(), target, _wide(weight, input.device)
 
 
@@ -143,22 +129,10 @@ def _curve(
     knots: Tensor,
     basis: Tensor,
     values: Tensor,
-    of_x: Tensor | None,
-    bias: Tensor | None,
-    extra: Tensor | None,
+    *vectors: Tensor | None,
 ) -> list[Tensor | None]:
     """Knots, coefficients, basis and the scores of classes as the kernels take them."""
-    m, device = knots.numel(), input.device
-    if knots.dim() != 1 or not 2 <= m <= _MOST_KNOTS:
-        raise ValueError(f"{op}: knots must be [m] with m from 2 to {_MOST_KNOTS}, got {list(knots.shape)}")
-    if basis.shape != (m + 1, 4, m):
-        raise ValueError(f"{op}: basis must be [m + 1, 4, m], got {list(basis.shape)}")
-    if values.shape != (m,):
-        raise ValueError(f"{op}: values must be [m] = [{m}], got {list(values.shape)}")
-    terms = basis.to(_WIDE).contiguous()
-    vectors: list[Tensor | None] = []
-    for tensor, numbers in ((of_x, input.shape[1]), (bias, input.shape[1]), (extra, input.numel())):
-        if tensor is not None and tensor.numel() != numbers:
-            raise ValueError(f"{op}: vectors must be [C] and extra scores [N, C], got {list(tensor.shape)}")
-        vectors.append(None if tensor is None else _wide(tensor, device))
-    return [_wide(knots, device), _wide(terms @ values.to(_WIDE), device), terms, *vectors]
+    check_curve(op, input, knots, basis, values, *vectors)
+    device, terms = input.device, basis.to(_WIDE).contiguous()
+    of_classes = [None if tensor is None else _wide(tensor, device) for tensor in vectors]
+    return [_wide(knots, device), _wide(terms @ values.to(_WIDE), device), terms, *of_classes]

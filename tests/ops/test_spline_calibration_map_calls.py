@@ -188,3 +188,31 @@ def test_fallback_is_that_of_the_kernels(log, keep_zeros, is_probs, kind):
         for ours, theirs in zip(*found, strict=True):
             # Derivatives in a probability of 1e-300 are as large as 1e300, and differences of such numbers.
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.kernels("stable")
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (1, torch.zeros(2, dtype=torch.float64), r"parameters must be \[3\] float64 on the CPU, got \[2\]"),
+        (
+            2,
+            torch.zeros(256, dtype=torch.float64),
+            r"knots must be \[m\] float64 with m from 2 to 255, got shape \[256\]",
+        ),
+        (3, torch.zeros(4, 4, dtype=torch.float64), r"coefficients must be \[m \+ 1, 4\] float64, got shape \[4, 4\]"),
+        (
+            4,
+            torch.zeros(3, dtype=torch.float64),
+            r"weight must be \[C\] or \[C, C\] and bias \[C\], in float64, got \[3\]",
+        ),
+        (5, torch.zeros(4), r"weight must be \[C\] or \[C, C\] and bias \[C\], in float64, got \[4\]"),
+    ],
+)
+def test_modules_refuse_other_shapes(place, value, message):
+    parameters = torch.tensor([1.1, 1.4, 1e-3], dtype=torch.float64)
+    arguments = [Z, parameters, KNOTS, spline_coefficients(KNOTS, VALUES), None, None]
+    arguments[place] = value
+    for module in (backend_for(Z), fallback):
+        with pytest.raises(ValueError, match=f"^spline_calibration_map: {message}"):
+            module.spline_map(*arguments, False, False, False, False)

@@ -199,7 +199,8 @@ def test_threads_do_not_change_a_bit(n_classes):
             assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
-def test_arguments_that_do_not_fit():
+@pytest.mark.parametrize("module", [KERNELS, fallback], ids=["kernels", "fallback"])
+def test_arguments_that_do_not_fit(module):
     z, target, weight = problem(9, 4)
     rows = (z, target, weight, 1.0, 1e-3)
     for arguments, message in {
@@ -209,9 +210,9 @@ def test_arguments_that_do_not_fit():
         (*rows, *curve(16)): r"knots must be \[m\] with m from 2 to 15",
     }.items():
         with pytest.raises(ValueError, match=message):
-            KERNELS.spline_curve_sums(*arguments, None, None, None, False, False)
+            module.spline_curve_sums(*arguments, None, None, None, False, False)
     bad = target.index_fill(0, torch.tensor(2), 4)
     with pytest.raises(IndexError, match="target must be from 0 to 3, got 4 at row 2"):
-        KERNELS.spline_curve_sums(z, bad, weight, 1.0, 1e-3, *curve(4), None, None, None, False, False)
+        module.spline_curve_sums(z, bad, weight, 1.0, 1e-3, *curve(4), None, None, None, False, False)
     with pytest.raises(ValueError, match=r"vectors must be \[C\]"):
-        KERNELS.spline_curve_sums(*rows, *curve(4), weight, None, None, False, False)
+        module.spline_curve_sums(*rows, *curve(4), weight, None, None, False, False)

@@ -1,0 +1,88 @@
+"""Arguments of spline scaling's map and of the sums for its fit: checks, in the words of the compiled module."""
+
+import torch
+from torch import Tensor
+
+from focalkern.fallback._checks import check_dense, check_floating, check_same_device
+
+__all__ = ["check_curve", "check_map", "check_rows"]
+
+_OP = "spline_calibration_map"
+_MOST_KNOTS, _MOST_FIT_KNOTS = 255, 15
+
+
+def check_map(
+    input: Tensor,
+    parameters: Tensor,
+    knots: Tensor,
+    coefficients: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """Dtypes, devices and shapes of the map's arguments, for real and for fake tensors."""
+    check_dense(_OP, input)
+    check_floating(_OP, "input", input)
+    if input.dim() < 1 or input.shape[-1] < 2:
+        raise ValueError(f"{_OP}: input must be [..., C] with C >= 2, got shape {list(input.shape)}")
+
+    def is_wide(tensor: Tensor) -> bool:
+        return tensor.dtype == torch.float64 and (tensor.is_cpu or tensor.device == input.device)
+
+    if not is_wide(parameters) or parameters.shape != (3,) or not (parameters.is_cpu or parameters.is_meta):
+        raise ValueError(f"{_OP}: parameters must be [3] float64 on the CPU, got {list(parameters.shape)}")
+    if not is_wide(knots) or knots.dim() != 1 or not 2 <= knots.shape[0] <= _MOST_KNOTS:
+        raise ValueError(
+            f"{_OP}: knots must be [m] float64 with m from 2 to {_MOST_KNOTS}, got shape {list(knots.shape)}"
+        )
+    if not is_wide(coefficients) or coefficients.shape != (knots.shape[0] + 1, 4):
+        raise ValueError(f"{_OP}: coefficients must be [m + 1, 4] float64, got shape {list(coefficients.shape)}")
+    for tensor, most_dims in ((weight, 2), (bias, 1)):
+        if tensor is None:
+            continue
+        of_classes = tensor.shape == input.shape[-1:] * max(1, tensor.dim())
+        if not is_wide(tensor) or tensor.dim() > most_dims or not of_classes:
+            found = list(tensor.shape)
+            raise ValueError(f"{_OP}: weight must be [C] or [C, C] and bias [C], in float64, got {found}")
+
+
+def check_rows(op: str, input: Tensor, target: Tensor | None, weight: Tensor) -> None:
+    """Rows of a sum: input [N, C], target [N] int64 and weight [N], on one device."""
+    check_floating(op, "input", input)
+    if input.dim() != 2 or input.shape[1] < 2:
+        raise ValueError(f"{op}: input must be [N, C] with C >= 2, got {list(input.shape)}")
+    n_rows, n_classes = input.shape
+    check_same_device(op, "weight", weight, input)
+    if weight.shape != (n_rows,):
+        raise ValueError(f"{op}: weight must be [N] = [{n_rows}], got {list(weight.shape)}")
+    if target is None:
+        return
+    check_same_device(op, "target", target, input)
+    if target.dtype != torch.int64 or target.shape != (n_rows,):
+        raise ValueError(f"{op}: target must be [N] = [{n_rows}] int64, got {list(target.shape)}")
+    # On CUDA this check would wait for the device; a kernel treats such a label as no class.
+    if target.is_cpu and n_rows and not 0 <= int(target.min()) <= int(target.max()) < n_classes:
+        row = int(((target < 0) | (target >= n_classes)).nonzero()[0])
+        raise IndexError(f"{op}: target must be from 0 to {n_classes - 1}, got {int(target[row])} at row {row}")
+
+
+def check_curve(
+    op: str,
+    input: Tensor,
+    knots: Tensor,
+    basis: Tensor,
+    values: Tensor,
+    of_x: Tensor | None,
+    bias: Tensor | None,
+    extra: Tensor | None,
+) -> None:
+    """The curve of a sum: knots [m], basis [m + 1, 4, m], values [m], of_x and bias [C], extra [N, C]."""
+    m = knots.numel()
+    if knots.dim() != 1 or not 2 <= m <= _MOST_FIT_KNOTS:
+        raise ValueError(f"{op}: knots must be [m] with m from 2 to {_MOST_FIT_KNOTS}, got {list(knots.shape)}")
+    if basis.shape != (m + 1, 4, m):
+        raise ValueError(f"{op}: basis must be [m + 1, 4, m], got {list(basis.shape)}")
+    if values.shape != (m,):
+        raise ValueError(f"{op}: values must be [m] = [{m}], got {list(values.shape)}")
+    for tensor, numbers in ((of_x, input.shape[1]), (bias, input.shape[1]), (extra, input.numel())):
+        if tensor is not None and tensor.numel() != numbers:
+            raise ValueError(f"{op}: vectors must be [C] and extra scores [N, C], got {list(tensor.shape)}")
