@@ -1,9 +1,20 @@
 """Properties of devices: float64, autocast, and numbers that stay on the host."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-__all__ = ["as_parameter", "autocast_is_on", "has_float64", "is_host_number", "on_device", "where_float64"]
+__all__ = [
+    "as_parameter",
+    "autocast_is_on",
+    "cpu_by_default",
+    "has_float64",
+    "is_host_number",
+    "on_device",
+    "where_float64",
+]
 
 # Types of devices without float64, and of those without autocast, for which torch.is_autocast_enabled would raise.
 _WITHOUT_FLOAT64 = {"mps"}
@@ -42,3 +53,10 @@ def as_parameter(parameter: Tensor, like: Tensor) -> Tensor:
 def autocast_is_on(device_type: str) -> bool:
     """Whether torch.autocast is on for this type of device."""
     return device_type not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(device_type)
+
+
+@contextlib.contextmanager
+def cpu_by_default() -> Iterator[None]:
+    """New tensors are on the CPU where no device is named, whatever torch's default device is."""
+    with contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield

@@ -34,13 +34,16 @@ void register_spline(pybind11::module_& module);
 void register_mmce_loss(torch::Library& definitions, pybind11::module_& module);
 void register_memory(pybind11::module_& module);
 
+// Raises TypeError unless the tensor is dense.
+void check_dense(const char* op, const char* argument, const Tensor& tensor);
+
 // Raises NotImplementedError for a device that has no kernel in this build, TypeError for a tensor that is not dense.
 void check_device(const char* op, const Tensor& input);
 
 // Raises TypeError unless the dtype is one of the four that the kernels take.
 void check_floating(const char* op, const char* argument, const Tensor& tensor);
 
-// Raises ValueError unless both tensors are on one device.
+// Raises ValueError unless both tensors are on one device, TypeError for a tensor that is not dense.
 void check_same_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& input);
 
 // FOCALKERN_VALIDATE=1: also check values that only a synchronisation with the device can read.

@@ -12,9 +12,13 @@
 
 namespace focalkern::bindings {
 
+void check_dense(const char* op, const char* argument, const Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": ", argument,
+                   " must be a dense (strided) tensor, got layout ", tensor.layout());
+}
+
 void check_device(const char* op, const Tensor& input) {
-  TORCH_CHECK_TYPE(input.layout() == at::kStrided, op, ": input must be a dense (strided) tensor, got layout ",
-                   input.layout());
+  check_dense(op, "input", input);
   const auto device = input.device();
   if (device.is_cpu() || device.is_meta()) return;
 #ifdef FOCALKERN_WITH_CUDA
@@ -34,6 +38,7 @@ void check_floating(const char* op, const char* argument, const Tensor& tensor) 
 }
 
 void check_same_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& input) {
+  check_dense(op, argument, tensor);
   TORCH_CHECK_VALUE(tensor.device() == input.device(), op, ": ", argument, " must be on the device of input, ",
                     input.device(), ", got ", tensor.device());
 }

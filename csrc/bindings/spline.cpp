@@ -21,12 +21,18 @@ Tensor wide(const Tensor& tensor, const at::Device& device) { return tensor.to(d
 
 using Rows = SplineFitRows<Interface>;
 
-Rows rows_of(const char* op, const Tensor& input, const OptionalTensor& target, const Tensor& weight,
-             double temperature, double floor, bool is_probs) {
+void check_input(const char* op, const Tensor& input) {
   check_floating(op, "input", input);
   check_device(op, input);
+  TORCH_CHECK_NOT_IMPLEMENTED(!input.is_meta(), op, ": input must have values, on a CPU or CUDA device, got ",
+                              input.device());
   TORCH_CHECK_VALUE(input.dim() == 2 && input.size(1) >= 2, op, ": input must be [N, C] with C >= 2, got ",
                     input.sizes());
+}
+
+Rows rows_of(const char* op, const Tensor& input, const OptionalTensor& target, const Tensor& weight,
+             double temperature, double floor, bool is_probs) {
+  check_input(op, input);
   const int64_t n_rows = input.size(0), classes = input.size(1);
   check_same_device(op, "weight", weight, input);
   TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == n_rows, op, ": weight must be [N] = [", n_rows, "], got ",
@@ -141,7 +147,7 @@ double spread(const Tensor& input, const Tensor& weight, double scale, double lo
 
 // x [N, C] float64.
 Tensor log_probs(const Tensor& input, double temperature, double floor, bool is_probs) {
-  check_floating("spline_log_probs", "input", input);
+  check_input("spline_log_probs", input);
   const Rows of(input.contiguous(), std::nullopt, std::nullopt, temperature, floor, is_probs);
   const Tensor output = empty_result_like(of.input, at::kDouble);
   of.log_probs(output);

@@ -18,28 +18,32 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 void check_arguments(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
                      const OptionalTensor& weight, const OptionalTensor& bias) {
+  check_dense(kOp, "input", input);
   check_floating(kOp, "input", input);
   TORCH_CHECK_VALUE(input.dim() >= 1 && input.sym_size(-1) >= 2, kOp,
                     ": input must be [..., C] with C >= 2, got shape ", input.sym_sizes());
-  // The parameters of a calibrator's module are on the device of its input.
-  const auto is_wide = [&](const Tensor& tensor) {
-    return tensor.scalar_type() == at::kDouble && (tensor.device().is_cpu() || tensor.device() == input.device());
+  // The parameters of a calibrator's module are on the device of its input; all tensors of a fake call are on `meta`.
+  const auto check = [&](const char* name, const char* expected, const Tensor& tensor, bool fits) {
+    check_dense(kOp, name, tensor);
+    const auto device = tensor.device();
+    fits &= tensor.scalar_type() == at::kDouble && (device.is_cpu() || device == input.device());
+    TORCH_CHECK_VALUE(fits, kOp, ": ", name, " must be ", expected, ", got ", tensor.sym_sizes(), " ",
+                      tensor.scalar_type(), " on ", device);
   };
-  TORCH_CHECK_VALUE(is_wide(parameters) && parameters.device().is_cpu() && parameters.numel() == 3, kOp,
-                    ": parameters must be [3] float64 on the CPU, got ", parameters.sym_sizes());
-  TORCH_CHECK_VALUE(
-      is_wide(knots) && knots.dim() == 1 && knots.sym_size(0) >= 2 && knots.sym_size(0) <= kSplineMaxKnots, kOp,
-      ": knots must be [m] float64 with m from 2 to ", kSplineMaxKnots, ", got shape ", knots.sym_sizes());
-  TORCH_CHECK_VALUE(is_wide(coefficients) && coefficients.dim() == 2 &&
-                        coefficients.sym_size(0) == knots.sym_size(0) + 1 && coefficients.sym_size(1) == 4,
-                    kOp, ": coefficients must be [m + 1, 4] float64, got shape ", coefficients.sym_sizes());
-  for (const auto* tensor : {&weight, &bias}) {
-    if (!*tensor) continue;
-    const auto sizes = (*tensor)->sym_sizes();
-    bool fits = is_wide(**tensor) && !sizes.empty() && sizes.size() <= (tensor == &weight ? 2 : 1);
-    for (const auto& size : sizes) fits &= size == input.sym_size(-1);
-    TORCH_CHECK_VALUE(fits, kOp, ": weight must be [C] or [C, C] and bias [C], in float64, got ", sizes);
-  }
+  const auto is_of_classes = [&](const Tensor& tensor, int64_t most_dims) {
+    bool fits = tensor.dim() >= 1 && tensor.dim() <= most_dims;
+    for (const auto& size : tensor.sym_sizes()) fits &= size == input.sym_size(-1);
+    return fits;
+  };
+  check("parameters", "[3] float64 on the CPU", parameters,
+        parameters.sym_numel() == 3 && (parameters.device().is_cpu() || parameters.is_meta()));
+  static_assert(kSplineMaxKnots == 255);
+  check("knots", "[m] float64, m from 2 to 255, on the CPU or with the input", knots,
+        knots.dim() == 1 && knots.sym_size(0) >= 2 && knots.sym_size(0) <= kSplineMaxKnots);
+  check("coefficients", "[m + 1, 4] float64 on the CPU or with the input", coefficients,
+        coefficients.dim() == 2 && coefficients.sym_size(0) == knots.sym_size(0) + 1 && coefficients.sym_size(1) == 4);
+  if (weight) check("weight", "[C] or [C, C] float64 on the CPU or with the input", *weight, is_of_classes(*weight, 2));
+  if (bias) check("bias", "[C] float64 on the CPU or with the input", *bias, is_of_classes(*bias, 1));
 }
 
 // Raises the error of an invalid row. Only called if there is one.

@@ -48,8 +48,10 @@ Tensor forward(const Tensor& input, const Tensor& parameters, const Tensor& knot
 }
 
 void check_gradient(const Tensor& grad, const Tensor& input) {
-  TORCH_CHECK_VALUE(grad.sym_sizes() == input.sym_sizes() && grad.is_floating_point(), kOp,
-                    ": grad must have the shape of the output, ", input.sym_sizes(), ", got ", grad.sym_sizes());
+  check_floating(kOp, "grad", grad);
+  check_same_device(kOp, "grad", grad, input);
+  TORCH_CHECK_VALUE(grad.sym_sizes() == input.sym_sizes(), kOp, ": grad must have the shape of the output, ",
+                    input.sym_sizes(), ", got ", grad.sym_sizes());
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -73,15 +75,15 @@ Gradients backward(const Tensor& grad, const Tensor& input, const Tensor& parame
 Tensor forward_meta(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
                     const OptionalTensor& weight, const OptionalTensor& bias, bool /*is_probs*/, bool /*keep_zeros*/,
                     bool /*log_output*/, bool wide, bool /*keep_order*/, bool /*validate*/) {
-  TORCH_CHECK_VALUE(parameters.dim() == 1 && knots.dim() == 1 && coefficients.dim() == 2, kOp,
-                    ": parameters, knots and coefficients must be [3], [m] and [m + 1, 4]");
-  check_floating(kOp, "input", input);
+  check_arguments(input, parameters, knots, coefficients, weight, bias);
   return at::empty_symint(input.sym_sizes(), input.options().dtype(result_dtype(input, wide)));
 }
 
-Gradients backward_meta(const Tensor& /*grad*/, const Tensor& input, const Tensor& parameters, const Tensor& knots,
+Gradients backward_meta(const Tensor& grad, const Tensor& input, const Tensor& parameters, const Tensor& knots,
                         const Tensor& coefficients, const OptionalTensor& weight, const OptionalTensor& bias,
                         bool /*is_probs*/, bool /*keep_zeros*/, bool /*log_output*/, std::array<bool, 6> needed) {
+  check_arguments(input, parameters, knots, coefficients, weight, bias);
+  check_gradient(grad, input);
   const auto like = [](const Tensor& tensor) { return at::empty_symint(tensor.sym_sizes(), tensor.options()); };
   const auto like_optional = [&](const OptionalTensor& tensor) {
     return tensor ? like(*tensor) : at::empty({0}, knots.options());

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from focalkern._atomic import write_atomically
 from focalkern._checks import path_text, short
+from focalkern._devices import cpu_by_default
 from focalkern._diagnostics import input_problems, label_problems, one_logit_problems, refuse_probs
 from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_document, to_document
 from focalkern.calibrators._fit_data import FitData, as_rows
@@ -98,6 +99,7 @@ class Calibrator(Fitted):
         self._fit_rows(logits, target, sample_weight, ignore_index)
         return self
 
+    @cpu_by_default()
     def _fit_rows(
         self, logits: Any, target: Any, sample_weight: Any, ignore_index: int | None, *, assumed: bool = False
     ) -> FitData:

@@ -7,6 +7,7 @@ import torch
 
 from focalkern._arrays import as_tensor
 from focalkern._checks import short
+from focalkern._devices import cpu_by_default
 from focalkern._diagnostics import refuse_probs
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._fit_data import FitData, as_rows
@@ -21,6 +22,7 @@ __all__ = ["FitsBatches"]
 class FitsBatches(Calibrator):
     """A calibrator whose fit needs sums over rows only."""
 
+    @cpu_by_default()
     def fit_batches(
         self, batches: Iterable[Any] | Callable[[], Iterable[Any]], *, ignore_index: int | None = None
     ) -> Self:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
+from focalkern._devices import cpu_by_default
 from focalkern.calibrators._fit_data import as_floating, check_input, check_values, labels_array, weighted_mean
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._modules import ClassAxis, FlooredInput
@@ -316,7 +317,8 @@ class Fitted(Parameters):
         made: dict[Any, Any] = vars(self).setdefault("_modules", {})
         key = device, self.input_kind
         if key not in made:
-            made[key] = make()
+            with cpu_by_default():
+                made[key] = make()
         return made[key]
 
     def _check_fitted(self) -> None:

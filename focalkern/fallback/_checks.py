@@ -30,10 +30,10 @@ _SCALAR_NAMES = {
 }
 
 
-def check_dense(op: str, input: Tensor) -> None:
-    if input.layout != torch.strided:
-        layout = str(input.layout).removeprefix("torch.").replace("_", " ").title().replace(" ", "")
-        raise TypeError(f"{op}: input must be a dense (strided) tensor, got layout {layout}")
+def check_dense(op: str, tensor: Tensor, name: str = "input") -> None:
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.").replace("_", " ").title().replace(" ", "")
+        raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {layout}")
 
 
 def check_floating(op: str, name: str, tensor: Tensor) -> None:
@@ -43,6 +43,7 @@ def check_floating(op: str, name: str, tensor: Tensor) -> None:
 
 
 def check_same_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+    check_dense(op, tensor, name)
     if tensor.device != input.device:
         raise ValueError(f"{op}: {name} must be on the device of input, {input.device}, got {tensor.device}")
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from focalkern.fallback._checks import check_dense, check_floating, check_same_device
+from focalkern.fallback._checks import check_dense, check_floating, check_same_device, scalar_name
 
-__all__ = ["check_curve", "check_map", "check_rows"]
+__all__ = ["check_curve", "check_gradient", "check_input", "check_map", "check_rows"]
 
 _OP = "spline_calibration_map"
 _MOST_KNOTS, _MOST_FIT_KNOTS = 255, 15
@@ -25,31 +25,49 @@ def check_map(
     if input.dim() < 1 or input.shape[-1] < 2:
         raise ValueError(f"{_OP}: input must be [..., C] with C >= 2, got shape {list(input.shape)}")
 
-    def is_wide(tensor: Tensor) -> bool:
-        return tensor.dtype == torch.float64 and (tensor.is_cpu or tensor.device == input.device)
+    def check(name: str, expected: str, tensor: Tensor, fits: bool) -> None:
+        check_dense(_OP, tensor, name)
+        device = tensor.device
+        if not fits or tensor.dtype != torch.float64 or not (tensor.is_cpu or device == input.device):
+            found = f"{list(tensor.shape)} {scalar_name(tensor.dtype)} on {device}"
+            raise ValueError(f"{_OP}: {name} must be {expected}, got {found}")
 
-    if not is_wide(parameters) or parameters.shape != (3,) or not (parameters.is_cpu or parameters.is_meta):
-        raise ValueError(f"{_OP}: parameters must be [3] float64 on the CPU, got {list(parameters.shape)}")
-    if not is_wide(knots) or knots.dim() != 1 or not 2 <= knots.shape[0] <= _MOST_KNOTS:
-        raise ValueError(
-            f"{_OP}: knots must be [m] float64 with m from 2 to {_MOST_KNOTS}, got shape {list(knots.shape)}"
-        )
-    if not is_wide(coefficients) or coefficients.shape != (knots.shape[0] + 1, 4):
-        raise ValueError(f"{_OP}: coefficients must be [m + 1, 4] float64, got shape {list(coefficients.shape)}")
-    for tensor, most_dims in ((weight, 2), (bias, 1)):
-        if tensor is None:
-            continue
-        of_classes = tensor.shape == input.shape[-1:] * max(1, tensor.dim())
-        if not is_wide(tensor) or tensor.dim() > most_dims or not of_classes:
-            found = list(tensor.shape)
-            raise ValueError(f"{_OP}: weight must be [C] or [C, C] and bias [C], in float64, got {found}")
+    def is_of_classes(tensor: Tensor, most_dims: int) -> bool:
+        return 1 <= tensor.dim() <= most_dims and all(size == input.shape[-1] for size in tensor.shape)
+
+    known = parameters.is_cpu or parameters.is_meta
+    check("parameters", "[3] float64 on the CPU", parameters, parameters.shape == (3,) and known)
+    place, is_curve = "float64 on the CPU or with the input", knots.dim() == 1 and 2 <= knots.shape[0] <= _MOST_KNOTS
+    check("knots", f"[m] float64, m from 2 to {_MOST_KNOTS}, on the CPU or with the input", knots, is_curve)
+    check("coefficients", f"[m + 1, 4] {place}", coefficients, coefficients.shape == (knots.shape[0] + 1, 4))
+    if weight is not None:
+        check("weight", f"[C] or [C, C] {place}", weight, is_of_classes(weight, 2))
+    if bias is not None:
+        check("bias", f"[C] {place}", bias, is_of_classes(bias, 1))
+
+
+def check_gradient(grad: Tensor, input: Tensor) -> None:
+    """The upstream gradient of the map."""
+    check_floating(_OP, "grad", grad)
+    check_same_device(_OP, "grad", grad, input)
+    if grad.shape != input.shape:
+        found = list(grad.shape)
+        raise ValueError(f"{_OP}: grad must have the shape of the output, {list(input.shape)}, got {found}")
+
+
+def check_input(op: str, input: Tensor) -> None:
+    """Rows of logits or probabilities, [N, C], with values."""
+    check_dense(op, input)
+    check_floating(op, "input", input)
+    if input.is_meta:
+        raise NotImplementedError(f"{op}: input must have values, on a CPU or CUDA device, got meta")
+    if input.dim() != 2 or input.shape[1] < 2:
+        raise ValueError(f"{op}: input must be [N, C] with C >= 2, got {list(input.shape)}")
 
 
 def check_rows(op: str, input: Tensor, target: Tensor | None, weight: Tensor) -> None:
     """Rows of a sum: input [N, C], target [N] int64 and weight [N], on one device."""
-    check_floating(op, "input", input)
-    if input.dim() != 2 or input.shape[1] < 2:
-        raise ValueError(f"{op}: input must be [N, C] with C >= 2, got {list(input.shape)}")
+    check_input(op, input)
     n_rows, n_classes = input.shape
     check_same_device(op, "weight", weight, input)
     if weight.shape != (n_rows,):

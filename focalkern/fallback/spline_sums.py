@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from focalkern.fallback._checks import check_floating
-from focalkern.fallback._spline_arguments import check_curve, check_rows
+from focalkern.fallback._spline_arguments import check_curve, check_input, check_rows
 
 __all__ = [
     "spline_curve_sums",
@@ -89,7 +88,7 @@ def spline_histogram(input: Tensor, weight: Tensor, temperature: float, floor: f
 
 def spline_log_probs(input: Tensor, temperature: float, floor: float, is_probs: bool) -> Tensor:
     """x [N, C], the floored log-probabilities."""
-    check_floating("spline_log_probs", "input", input)
+    check_input("spline_log_probs", input)
     return torch.cat([_features(block, temperature, floor, is_probs)[0] for (block,) in _blocks(input)])
 
 

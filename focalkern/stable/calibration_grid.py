@@ -115,6 +115,8 @@ class CalibrationGridRun:
         fits = sum is None or (list(sum.shape) == shape and sum.dtype == dtype and sum.is_contiguous())
         if not fits or (sum is not None and sum.device != self._input.device):
             raise ValueError(f"{_OP}: {name} must be contiguous {scalar_name(dtype)} {shape} on the device of input")
+        if sum is not None and buckets == [0]:
+            raise ValueError(f"{_OP}: {name} must have a bucket, got {shape}")
 
 
 def calibration_grid(

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from focalkern._types import compute_dtype
 from focalkern.fallback._checks import autocasts, values_may_be_read
-from focalkern.fallback._spline_arguments import check_map
+from focalkern.fallback._spline_arguments import check_gradient, check_map
 from focalkern.fallback.spline_map import all_in_order, raise_invalid_row, spline_map_composite
 from focalkern.stable._autograd import Operator, apply
 
 __all__ = ["OPERATOR", "spline_map"]
 
-_OP = "spline_calibration_map"
 _kernels = torch.ops.focalkern_stable
 
 
@@ -91,9 +90,7 @@ def _forward_shapes(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
 def _check_backward(
     grad: Tensor, inputs: _Inputs, saved: Sequence[Tensor], options: _Options, needed: Sequence[bool]
 ) -> None:
-    shape = inputs.input.shape
-    if grad.shape != shape or not grad.is_floating_point():
-        raise ValueError(f"{_OP}: grad must have the shape of the output, {list(shape)}, got {list(grad.shape)}")
+    check_gradient(grad, inputs.input)
 
 
 def _backward(

@@ -6,8 +6,7 @@ Arguments and results are those of :mod:`focalkern.fallback.spline_sums`.
 import torch
 from torch import Tensor
 
-from focalkern.fallback._checks import check_floating
-from focalkern.fallback._spline_arguments import check_curve, check_rows
+from focalkern.fallback._spline_arguments import check_curve, check_input, check_rows
 from focalkern.fallback.spline_sums import spline_histogram as plain_histogram
 from focalkern.fallback.spline_sums import spline_spread as plain_spread
 
@@ -52,7 +51,7 @@ def spline_histogram(input: Tensor, weight: Tensor, temperature: float, floor: f
 
 
 def spline_log_probs(input: Tensor, temperature: float, floor: float, is_probs: bool) -> Tensor:
-    check_floating("spline_log_probs", "input", input)
+    check_input("spline_log_probs", input)
     output = input.new_empty(input.shape, dtype=_WIDE)
     _kernels.spline_log_probs_out(input.contiguous(), output, temperature, floor, is_probs)
     return output

@@ -305,6 +305,16 @@ def test_every_device(device):
         assert found.cpu().numpy() == pytest.approx(on_cpu.numpy(), abs=1e-6)
 
 
+@pytest.mark.parametrize("calibrator", [*ALL, fk.TemperatureScaling(), fk.StructuredScaling()], ids=repr)
+def test_rows_stay_on_the_cpu_whatever_the_default_device_is(calibrator):
+    """On the meta device numbers have no values, so a number that is made there by mistake raises."""
+    logits, target = draw(200, 4)
+    expected = copy(calibrator).fit(logits, target).predict_proba(logits)
+    with torch.device("meta"):
+        found = copy(calibrator).fit(logits, target).predict_proba(logits)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("n_threads", [2, 4])
 def test_threads_change_nothing(n_threads):
     logits, target = draw(3000, 30)

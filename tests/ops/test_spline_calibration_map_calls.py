@@ -194,19 +194,11 @@ def test_fallback_is_that_of_the_kernels(log, keep_zeros, is_probs, kind):
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (1, torch.zeros(2, dtype=torch.float64), r"parameters must be \[3\] float64 on the CPU, got \[2\]"),
-        (
-            2,
-            torch.zeros(256, dtype=torch.float64),
-            r"knots must be \[m\] float64 with m from 2 to 255, got shape \[256\]",
-        ),
-        (3, torch.zeros(4, 4, dtype=torch.float64), r"coefficients must be \[m \+ 1, 4\] float64, got shape \[4, 4\]"),
-        (
-            4,
-            torch.zeros(3, dtype=torch.float64),
-            r"weight must be \[C\] or \[C, C\] and bias \[C\], in float64, got \[3\]",
-        ),
-        (5, torch.zeros(4), r"weight must be \[C\] or \[C, C\] and bias \[C\], in float64, got \[4\]"),
+        (1, torch.zeros(2, dtype=torch.float64), r"parameters must be \[3\] float64 on .*, got \[2\] Double on cpu"),
+        (2, torch.zeros(256, dtype=torch.float64), r"knots must be .*, m from 2 to 255, .*, got \[256\] Double on cpu"),
+        (3, torch.zeros(4, 4, dtype=torch.float64), r"coefficients must be \[m \+ 1, 4\] .*, got \[4, 4\] Double on"),
+        (4, torch.zeros(3, dtype=torch.float64), r"weight must be \[C\] or \[C, C\] float64 .*, got \[3\] Double on"),
+        (5, torch.zeros(4), r"bias must be \[C\] float64 .*, got \[4\] Float on cpu"),
     ],
 )
 def test_modules_refuse_other_shapes(place, value, message):
