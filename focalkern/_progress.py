@@ -6,6 +6,7 @@ from typing import Any, Self
 __all__ = ["ProgressBar"]
 
 _PATIENCE = 2.0  # seconds before the bar shows
+_MANY = 100_000  # from this total on, the bar counts thousands and millions
 
 
 class ProgressBar:
@@ -17,12 +18,13 @@ class ProgressBar:
         unit: name of one unit.
         wanted: True shows the bar at once; None shows it after two seconds where stderr is a terminal and tqdm is
             installed; False shows none.
+        done: number of units that are done already.
 
     Raises:
         ImportError: ``wanted`` is True and tqdm is missing.
     """
 
-    def __init__(self, total: int, description: str, unit: str, wanted: bool | None = None) -> None:
+    def __init__(self, total: int, description: str, unit: str, wanted: bool | None = None, done: int = 0) -> None:
         self._bar: Any = None
         on_terminal = sys.stderr is not None and sys.stderr.isatty()
         if wanted or (wanted is None and on_terminal):
@@ -33,7 +35,15 @@ class ProgressBar:
                     raise ImportError("focalkern: progress=True needs tqdm: pip install tqdm") from None
             else:
                 delay = 0.0 if wanted else _PATIENCE
-                self._bar = tqdm(total=total, desc=description, unit=unit, delay=delay, leave=False)
+                self._bar = tqdm(
+                    total=total,
+                    desc=description,
+                    unit=unit,
+                    unit_scale=total >= _MANY,
+                    initial=done,
+                    delay=delay,
+                    leave=False,
+                )
 
     def __enter__(self) -> Self:
         return self

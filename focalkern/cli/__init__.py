@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(parsed.command, in_options(problem))
     except ImportError as error:
         package = error.name or ""
-        if package in ("jinja2", "matplotlib", "tabulate", "tqdm"):
+        if package in ("jinja2", "matplotlib", "tabulate"):
             return _fail(parsed.command, f"{package} is needed for this: pip install {package}")
         return _fail(parsed.command, str(error))
     except ValueError as error:

@@ -1,10 +1,9 @@
 """Three small classifiers that differ only in their loss, trained on images of scikit-learn."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from focalkern._progress import ProgressBar
 from focalkern.files import InputError, LogitSet
 from focalkern.ops.focal_loss import focal_loss
 
@@ -30,7 +29,7 @@ def demo_rows(seed: int = 0) -> dict[str, tuple[LogitSet, LogitSet, int]]:
         seed: random seed of the split into three equal parts and of the training.
 
     Raises:
-        InputError: scikit-learn, or tqdm, is not installed.
+        InputError: scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -54,17 +53,14 @@ def demo_rows(seed: int = 0) -> dict[str, tuple[LogitSet, LogitSet, int]]:
 
 def _train_all(images: Tensor, labels: Tensor, train: Tensor, seed: int) -> dict[str, Tensor]:
     """The logits [N, C] of all images, by the name of the loss."""
-    from tqdm import tqdm
-
     logits = {}
-    with tqdm(total=len(LOSSES) * _EPOCHS, unit="epoch", leave=False, disable=None) as bar:
-        for name, gamma in LOSSES.items():
-            bar.set_description(f"training with {name}")
+    for name, gamma in LOSSES.items():
+        with ProgressBar(_EPOCHS, f"training with {name}", "epoch") as bar:
             logits[name] = _train(images, labels, train, gamma, seed, bar)
     return logits
 
 
-def _train(images: Tensor, labels: Tensor, train: Tensor, gamma: float, seed: int, bar: Any) -> Tensor:
+def _train(images: Tensor, labels: Tensor, train: Tensor, gamma: float, seed: int, bar: ProgressBar) -> Tensor:
     # Same initial weights and order of batches for every loss, without changing the caller's random state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -77,6 +73,6 @@ def _train(images: Tensor, labels: Tensor, train: Tensor, gamma: float, seed: in
                 optimizer.zero_grad(set_to_none=True)
                 focal_loss(network(images[batch]), labels[batch], gamma).backward()
                 optimizer.step()
-            bar.update()
+            bar.update(1)
         with torch.no_grad():
             return network(images)

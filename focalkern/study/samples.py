@@ -1,7 +1,6 @@
 """The samples of a study: a protocol for samples in memory and for samples that are read from files in batches."""
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import short
+from focalkern._progress import ProgressBar
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
 from focalkern.files import LogitSet
 from focalkern.files.paths import files_of, is_several, size_of, suffix_of
@@ -262,8 +262,8 @@ class StreamedSamples:
         numbers = _FLOAT64_BATCH if wide else _SEARCH_BATCH
         begin, end = self.share
         at_once = max(1, min(_MOST_ROWS, numbers // self.n_classes))
-        bar = _bar(f"{what} {self.name or self.source}", end - begin, done) if self.processes.rank == 0 else None
-        try:
+        wanted = None if self.processes.rank == 0 else False
+        with ProgressBar(end - begin, f"{what} {self.name or self.source}", "row", wanted, done) as bar:
             for first, input, target in self.shards.batches(begin + done, end, at_once):
                 after = first + len(target)
                 number = torch.arange(first, after)
@@ -271,25 +271,10 @@ class StreamedSamples:
                     kept = torch.from_numpy(self._kept[first:after])
                     input, target, number = input[kept], target[kept], number[kept]
                 yield Batch(after - begin, input, target, number)
-                if bar is not None:
-                    bar.update(after - begin - bar.n)
-        finally:
-            if bar is not None:
-                bar.close()
+                bar.update(after - first)
 
     def _count(self, begin: int, end: int) -> int:
         return end - begin if self._kept is None else int(np.count_nonzero(self._kept[begin:end]))
-
-
-def _bar(what: str, total: int, done: int) -> Any:
-    """A progress bar on stderr, if stderr is a terminal and tqdm is installed."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(desc=what, total=total, initial=done, unit="row", unit_scale=True, leave=False)
 
 
 # In memory the input needs several copies, some of them in float64.
