@@ -3,28 +3,20 @@
 from collections.abc import Sequence
 
 from focalkern._checks import short
+from focalkern._types import LOSS_NAMES
 
 __all__ = ["CLASSWISE", "FIGURES", "HIGHER_IS_BETTER", "NAMES_IN_WORDS", "TOP_CLASS_ONLY", "chosen_figures"]
-FIGURES = (
-    "accuracy",
-    "nll",
-    "brier",
-    "ece_equal_width",
-    "ece_equal_mass",
-    "ece_equal_mass_interp",
-    "classwise_ece_equal_width",
-)
-"""The metrics that can be resampled. For confidences without probabilities: accuracy and ECE only."""
-
 NAMES_IN_WORDS = {
     "accuracy": "accuracy",
-    "nll": "NLL",
-    "brier": "Brier score",
+    **LOSS_NAMES,
     "ece_equal_width": "ECE (equal_width)",
     "ece_equal_mass": "ECE (equal_mass)",
     "ece_equal_mass_interp": "ECE (equal_mass_interp)",
     "classwise_ece_equal_width": "classwise ECE (equal_width)",
 }
+
+FIGURES = tuple(NAMES_IN_WORDS)
+"""The metrics that can be resampled. For confidences without probabilities: accuracy and ECE only."""
 
 CLASSWISE = "classwise_ece_equal_width"
 TOP_CLASS_ONLY = ("accuracy", "ece_equal_width", "ece_equal_mass", "ece_equal_mass_interp")

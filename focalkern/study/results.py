@@ -1,5 +1,6 @@
 """Results of a comparison as data: fitted calibrators, their scores, and intervals of the scores."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,16 @@ from focalkern.study.grid_search import GridSearch
 from focalkern.study.samples import Samples, Scaling, scaling_or_none
 from focalkern.study.scores import Scored, score
 
-__all__ = ["SCALINGS", "CalibratorResult", "Comparison", "Intervals", "JudgedComparison", "at_bound", "scored"]
+__all__ = [
+    "SCALINGS",
+    "CalibratorResult",
+    "Comparison",
+    "Intervals",
+    "JudgedComparison",
+    "at_bound",
+    "print_score",
+    "scored",
+]
 
 SCALINGS = {"temperature": "temperature", "focal-temperature": "focal temperature"}
 """The methods with gamma and T, with their names in print."""
@@ -272,3 +282,8 @@ class JudgedComparison(Comparison):
     verdict: Verdict
     remarks: tuple[str, ...]
     accept: AcceptThreshold | None = None
+
+
+def print_score(value: float) -> str:
+    """A score with four digits after the point; large numbers, such as the NLL of huge logits, in exponent notation."""
+    return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from focalkern._types import LOSS_NAMES
+from focalkern._types import LOSS_NAMES, PROPER
 from focalkern.bootstrap import Interval
 from focalkern.calibrators import Verdict
 from focalkern.calibrators._candidates import keeps_predictions, log_proba
@@ -16,8 +16,8 @@ from focalkern.calibrators._verdict import (
     sentence,
 )
 from focalkern.metrics import AcceptThreshold, accept_threshold
-from focalkern.study.results import CalibratorResult, Comparison, at_bound
-from focalkern.study.samples import describe_test
+from focalkern.study.results import CalibratorResult, Comparison, at_bound, print_score
+from focalkern.study.samples import SCORES, describe_test
 
 __all__ = ["accept_rows", "judge"]
 
@@ -35,10 +35,11 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
     where = describe_test(comparison.test, comparison.same_samples)
     use = _with_parameters(chosen)
     if chosen.method == "none":
-        use += f": NLL {_print(now['nll'])}, ECE {_print(now[ece])} {where}"
+        use += f": NLL {print_score(now['nll'])}, ECE {print_score(now[ece])} {where}"
     else:
         changed = [
-            f"{words} {_print(before[name])} -> {_print(now[name])}" for words, name in _first_scores(criterion, ece)
+            f"{words} {print_score(before[name])} -> {print_score(now[name])}"
+            for words, name in _first_scores(criterion, ece)
         ]
         use += f": {', '.join(changed)} {where}"
     warnings = []
@@ -70,7 +71,7 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
         costs = _price(comparison, chosen)
         if now["nll"] > before["nll"]:
             warnings.append(
-                f"its NLL, {_print(now['nll'])}, is higher than without calibration, {_print(before['nll'])}"
+                f"its NLL, {print_score(now['nll'])}, is higher than without calibration, {print_score(before['nll'])}"
             )
     accepts = "" if accept is None else str(accept)
     return Verdict(use, because, costs, tuple(warnings), optimistic=optimistic, accepts=accepts)
@@ -112,7 +113,7 @@ def _with_parameters(result: CalibratorResult) -> str:
 
 def _first_scores(criterion: str, ece: str) -> list[tuple[str, str]]:
     """Names in print and names of the scores in the first line."""
-    losses = [("NLL", "nll"), ("Brier", "brier")]
+    losses = [(SCORES[name], name) for name in PROPER]
     return [("ECE", ece), *losses] if criterion == "ece" else [*losses, ("ECE", ece)]
 
 
@@ -144,9 +145,9 @@ def _price(comparison: Comparison, chosen: CalibratorResult) -> str:
         if other is None or other == place:
             continue
         changes = []
-        for name, score in (("NLL", "nll"), ("Brier", "brier")):
+        for score in PROPER:
             interval = None if comparison.intervals is None else comparison.intervals.between(place, other, score)
-            changes.append(f"{name} {_difference(chosen, results[other], score, interval)}")
+            changes.append(f"{SCORES[score]} {_difference(chosen, results[other], score, interval)}")
         parts.append(f"against {words}: {', '.join(changes)}")
     return sentence("; ".join(parts)) if parts else ""
 
@@ -161,7 +162,3 @@ def _difference(result: CalibratorResult, other: CalibratorResult, score: str, i
         return f"{difference:+.4f}"
     half = max(interval.high - difference, difference - interval.low)
     return f"{difference:+.4f} +-{half:.4f}"
-
-
-def _print(value: float) -> str:
-    return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"

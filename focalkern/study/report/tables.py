@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators import Search
 from focalkern.study.report import html
-from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals, JudgedComparison
+from focalkern.study.results import (
+    SCALINGS,
+    CalibratorResult,
+    Comparison,
+    Intervals,
+    JudgedComparison,
+    print_score,
+)
 from focalkern.study.samples import SCORES, describe_samples, describe_source
 
 __all__ = [
@@ -108,7 +115,7 @@ def table_cells(
             result.label,
             _print_parameter(result.gamma, result.search) if scaled else "",
             _print_parameter(result.temperature, result.search) if scaled else "",
-            *("-" if values is None else _print_score(values[name]) for name in names),
+            *("-" if values is None else print_score(values[name]) for name in names),
         ]
         if intervals is not None:
             for column, name in enumerate(names, start=3):
@@ -150,11 +157,6 @@ def _print_parameter(value: float | None, search: Search) -> str:
         return f"{value:.4f}"
     text = f"{value:.10g}"
     return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"
-
-
-def _print_score(value: float) -> str:
-    """A score with four digits after the point; large numbers, such as the NLL of huge logits, in exponent notation."""
-    return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"
 
 
 def table_in_html(comparison: JudgedComparison) -> str:
