@@ -51,7 +51,7 @@ STUDY = (
     "engines",
     "sweep",
 )
-REPORT = ("html", "tables", "export", "class_terms", "explorer", "page", "sweep")
+REPORT = ("html", "tables", "export", "explorer", "page", "sweep")
 # Folders outside the package, and the folders from which each may import.
 BESIDE = {"focalkern": set(), "tools": {"focalkern"}, "benchmarks": {"focalkern", "tools"}, "examples": {"focalkern"}}
 

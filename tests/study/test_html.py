@@ -18,7 +18,7 @@ import torch
 import focalkern
 from focalkern.cli import main
 from focalkern.study.report import html
-from focalkern.study.report.class_terms import class_tables
+from focalkern.study.report.tables import class_tables
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 

@@ -16,10 +16,17 @@ from focalkern.calibrators import Calibrator, SplineScaling
 from focalkern.calibrators._spline_shown import describe_curve
 from focalkern.calibrators._verdict import sentence
 from focalkern.study.report import html
-from focalkern.study.report.class_terms import class_tables
 from focalkern.study.report.explorer import Cells, cells_on, make_explorer, subsampled_grid
 from focalkern.study.report.export import evidence, to_csv
-from focalkern.study.report.tables import describe_search, floor_cells, headline, legend_of, on_validation, table_cells
+from focalkern.study.report.tables import (
+    class_tables,
+    describe_search,
+    floor_cells,
+    headline,
+    legend_of,
+    on_validation,
+    table_cells,
+)
 from focalkern.study.results import CalibratorResult, Intervals, JudgedComparison
 from focalkern.study.samples import SCORES, describe_test
 from focalkern.study.scores import facts, reliability

@@ -1,11 +1,14 @@
-"""The table of a comparison as text, its cells, and the text around it."""
+"""The table of a comparison as text, its cells, the text around it; the tables of a spline scaling's classes."""
 
 import math
 import textwrap
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from focalkern._types import LOSS_NAMES
-from focalkern.calibrators import Search
+from focalkern.calibrators import Search, SplineScaling
 from focalkern.study.report import html
 from focalkern.study.results import (
     SCALINGS,
@@ -18,6 +21,7 @@ from focalkern.study.results import (
 from focalkern.study.samples import SCORES, describe_samples, describe_source
 
 __all__ = [
+    "class_tables",
     "describe",
     "describe_search",
     "floor_cells",
@@ -28,6 +32,9 @@ __all__ = [
     "table_cells",
     "table_in_html",
 ]
+
+_MOST_CLASSES = 20
+_MOST_PAIRS = 10
 
 
 def headline(estimator: str) -> tuple[str, ...]:
@@ -215,3 +222,34 @@ def describe_search(comparison: Comparison) -> str:
 def on_validation(comparison: Comparison) -> str:
     """``on the 5,000 validation rows``."""
     return f"on the {len(comparison.validation):,} validation rows"
+
+
+def class_tables(calibrator: Any) -> list[html.Table]:
+    """Tables of v and b of each class, and of the largest D_jk; empty for a calibrator without them."""
+    if not isinstance(calibrator, SplineScaling) or calibrator.weight_ is None or calibrator.bias_ is None:
+        return []
+    weight, bias = calibrator.weight_, calibrator.bias_
+    names = [f"class {name}" for name in calibrator.classes_]
+    slopes = weight if weight.ndim == 1 else weight.diagonal()
+    largest = np.argsort(-(np.abs(slopes) + np.abs(bias)), kind="stable")[:_MOST_CLASSES]
+    rows = [[names[j], f"{slopes[j]:+.4f}", f"{bias[j]:+.4f}"] for j in sorted(largest)]
+    shown = (
+        "Each class" if len(names) == len(rows) else f"The {len(rows)} of {len(names)} classes with the largest terms"
+    )
+    symbol = "v" if weight.ndim == 1 else "D_jj"
+    caption = f"{shown}: slope {symbol} and intercept b, added to the curve. In plain spline scaling they are 0."
+    tables = [html.Table(["class", f"slope {symbol}", "intercept b"], rows, caption)]
+    if weight.ndim == 2:
+        tables.append(_table_of_pairs(weight, names))
+    return tables
+
+
+def _table_of_pairs(weight: np.ndarray[Any, Any], names: list[str]) -> html.Table:
+    beside = np.abs(weight - np.diag(weight.diagonal()))
+    places = np.argsort(-beside, axis=None, kind="stable")[: min(_MOST_PAIRS, beside.size - len(weight))]
+    rows = []
+    for j, k in zip(*np.unravel_index(places, weight.shape), strict=True):
+        does = "raises" if weight[j, k] > 0 else "lowers"
+        rows.append([f"{names[k]} {does} {names[j]}", f"{weight[j, k]:+.4f}"])
+    caption = f"The {len(rows)} largest D_jk: class k raises or lowers the score of class j."
+    return html.Table(["pair", "D_jk"], rows, caption)
