@@ -18,6 +18,7 @@ from focalkern.reference._softmax_losses import ROW_LOSSES, number_of, row_loss_
 __all__ = [
     "MOST_SMOOTHING",
     "Modulation",
+    "call_operator",
     "check_modulation",
     "check_tensor",
     "check_types",
@@ -25,7 +26,6 @@ __all__ = [
     "kind_of",
     "needs_float64",
     "row_loss",
-    "through_dispatcher",
     "warn_if_steep",
 ]
 
@@ -65,12 +65,12 @@ def row_loss(
     code = reduction_code(op, reduction)
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
-        through = backend_for(input).row_loss
+        function = backend_for(input).row_loss
     else:
         check_tensor(op, "input", input)
         check_tensor(op, "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
-        through = through_dispatcher if dispatched else backend_for(input).row_loss
+        function = call_operator if dispatched else backend_for(input).row_loss
     if needs_float64(input, target, label_smoothing):
         given = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
         return row_loss(op, kind, input.double(), target, gamma, epsilon, *given).to(input.dtype)
@@ -78,10 +78,10 @@ def row_loss(
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
     options = (code, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
-    if through is through_dispatcher:
-        return through(input, target, gamma, edges, weight, *options)
+    if function is call_operator:
+        return function(input, target, gamma, edges, weight, *options)
     try:
-        return through(input, target, gamma, edges, weight, *options)
+        return function(input, target, gamma, edges, weight, *options)
     except (
         TypeError,
         ValueError,
@@ -150,7 +150,7 @@ def check_types(
     flag(op, "detach_modulation", detach_modulation)
 
 
-def through_dispatcher(
+def call_operator(
     input: Tensor,
     target: Tensor,
     gamma: float | Tensor,

@@ -183,8 +183,8 @@ def calibration_grid(
     options = (n_bins, sum(_CRITERIA[name] for name in names), _ESTIMATORS[estimator])
     kind = (_INPUT_KINDS[input_kind], ignore_index)
     if torch.compiler.is_compiling():
-        through = torch.ops.focalkern.calibration_grid if has_kernels(input) else backend_for(input).calibration_grid
-        tables = through(input, target, gamma_axis, temperature_axis, *options, *kind)
+        function = torch.ops.focalkern.calibration_grid if has_kernels(input) else backend_for(input).calibration_grid
+        tables = function(input, target, gamma_axis, temperature_axis, *options, *kind)
     else:
         run = backend_for(input).CalibrationGridRun(input, target, gamma_axis, temperature_axis, *options, *kind)
         n_temperatures = len(temperature_axis)

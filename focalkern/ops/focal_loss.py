@@ -19,13 +19,13 @@ from focalkern.ops._loss_stats import LossWithStats
 from focalkern.ops._row_loss import (
     MOST_SMOOTHING,
     Modulation,
+    call_operator,
     check_modulation,
     check_tensor,
     check_types,
     kind_of,
     needs_float64,
     row_loss,
-    through_dispatcher,
     warn_if_steep,
 )
 from focalkern.ops.focal_loss_vocab_parallel import extras_of, loss_of_slices
@@ -204,12 +204,12 @@ def focal_loss(
     code = reduction_code("focal_loss", reduction)
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
-        through = backend_for(input).focal_loss
+        function = backend_for(input).focal_loss
     else:
         check_tensor("focal_loss", "input", input)
         check_tensor("focal_loss", "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
-        through = through_dispatcher if dispatched else backend_for(input).focal_loss
+        function = call_operator if dispatched else backend_for(input).focal_loss
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
@@ -219,8 +219,8 @@ def focal_loss(
     is_smooth = type(label_smoothing) is not float or label_smoothing > MOST_SMOOTHING
     try:
         if is_smooth and needs_float64(input, target, label_smoothing):
-            return through(input.double(), target, *arguments).to(input.dtype)
-        return through(input, target, *arguments)
+            return function(input.double(), target, *arguments).to(input.dtype)
+        return function(input, target, *arguments)
     except (
         TypeError,
         ValueError,

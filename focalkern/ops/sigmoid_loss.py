@@ -238,22 +238,22 @@ def element_loss(
     if isinstance(input, Tensor) and not input.is_floating_point():
         raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
     if torch.compiler.is_compiling():
-        through = _traced
+        function = _traced
     elif type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
-        through = backend_for(input).sigmoid_loss
+        function = backend_for(input).sigmoid_loss
     else:
         for name, value in (("input", input), ("target", target)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-        through = _traced if has_torch_function((input, target)) else backend_for(input).sigmoid_loss
+        function = _traced if has_torch_function((input, target)) else backend_for(input).sigmoid_loss
     if scores is not None and scores.requires_grad:
-        through = fallback.sigmoid_loss  # the kernels have no gradient for scores
+        function = fallback.sigmoid_loss  # the kernels have no gradient for scores
     if weight is not None and not isinstance(weight, Tensor):
         raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
     if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     try:
-        return through(input, target, gamma, second, weight, scores, kind, constant, code, ignore_index)
+        return function(input, target, gamma, second, weight, scores, kind, constant, code, ignore_index)
     except (TypeError, RuntimeError) as error:  # arguments are checked only after an error, for speed
         label(op, "ignore_index", ignore_index)
         parameters = dict(zip(_TENSORS.get(kind, ("gamma", "alpha")), (gamma, second), strict=False))

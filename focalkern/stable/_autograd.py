@@ -154,13 +154,13 @@ def gradients(
     saved: Sequence[Tensor],
     options: Any,
     asked: Sequence[bool],
-    through_dispatcher: bool,
+    as_operator: bool,
 ) -> Sequence[Tensor | None]:
     """The gradients of the first inputs; None for inputs that need no gradient."""
     possible = operator.differentiable(inputs, options)
     needed = [one and other for one, other in zip(asked, possible, strict=False)]
     is_final = not torch.is_grad_enabled()
-    if is_final and not through_dispatcher:
+    if is_final and not as_operator:
         return operator.backward(grad, inputs, saved, options, needed)
     given = options[: len(options) - operator.n_forward_only]
     if not is_final:
