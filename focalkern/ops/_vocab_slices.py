@@ -194,30 +194,30 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
     Logarithms are added only to differences of logits: added to a logit of 1e20, they would be rounded away.
     """
     local = torch.ops.focalkern.vocab_slice_statistics if torch.compiler.is_compiling() else _statistics_of_slice
-    top, log_rest, own = local(z, split.label, split.owned)
+    top, log_rest, z_y = local(z, split.label, split.owned)
     # All classes of the slice, without the target, are -inf.
     empty = log_rest == -torch.inf
     rest = torch.where(empty, -torch.inf, top + log_rest)
     # A label out of range makes its row NaN.
-    own = torch.where(split.legal, torch.maximum(own, torch.where(split.counts, -torch.inf, 0.0)), torch.nan)
-    largest = all_reduce(torch.stack([rest, own]), "max", split.group)
+    z_y = torch.where(split.legal, torch.maximum(z_y, torch.where(split.counts, -torch.inf, 0.0)), torch.nan)
+    largest = all_reduce(torch.stack([rest, z_y]), "max", split.group)
     shift = torch.where(largest[0].isfinite(), largest[0], 0.0)
     total = all_reduce(torch.where(empty, 0.0, ((top - shift) + log_rest).exp()), "sum", split.group)
     log_rest = total.log()
-    own = torch.where(split.legal, largest[1], torch.nan)
+    z_y = torch.where(split.legal, largest[1], torch.nan)
     # If the target is the only possible class, d is -inf and the loss would be NaN. With d = -1e4 the loss is 0. The
     # number has no name, because a graph of dynamic shapes takes a named float as an input.
-    alone = (total == 0) & own.isfinite()
-    shift, log_rest = torch.where(alone, own, shift), torch.where(alone, -1e4, log_rest)
-    margin = (shift - own) + log_rest
+    alone = (total == 0) & z_y.isfinite()
+    shift, log_rest = torch.where(alone, z_y, shift), torch.where(alone, -1e4, log_rest)
+    margin = (shift - z_y) + log_rest
     top = torch.where(top == -torch.inf, shift, top)
     # The log-sum-exp of all classes, and its difference to `top`. The larger of the target's logit and the log-sum-exp
     # of the others is the base, so that nothing cancels.
     softplus = torch.nn.functional.softplus
     of_rest = (shift - top) + log_rest + softplus(-margin)
-    of_target = (own - top) + softplus(margin)
+    of_target = (z_y - top) + softplus(margin)
     log_sum = torch.where(margin > 0, of_rest, of_target)
-    lse = torch.where(margin > 0, shift + (log_rest + softplus(-margin)), own + softplus(margin))
+    lse = torch.where(margin > 0, shift + (log_rest + softplus(-margin)), z_y + softplus(margin))
     return RowStatistics(top, log_sum, margin, lse)
 
 
@@ -228,21 +228,21 @@ def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tenso
     if not parts:
         nothing = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
         return nothing, nothing.clone(), nothing.clone()
-    top, log_rest, own = (torch.cat(values) for values in zip(*parts, strict=True))
-    return top, log_rest, own
+    top, log_rest, z_y = (torch.cat(values) for values in zip(*parts, strict=True))
+    return top, log_rest, z_y
 
 
 def _statistics_of_block(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top, log_sum, log_u = slice_statistics(z, label)
     # In the slice with the target, adding log u removes the target from the sum.
     log_rest = torch.where(owned, log_sum + log_u, log_sum)
-    own = z.gather(1, label.unsqueeze(1)).squeeze(1).double()
+    z_y = z.gather(1, label.unsqueeze(1)).squeeze(1).double()
     # A NaN must reach the reduction by SUM, because a reduction by MAX may drop it.
-    log_rest = torch.where(owned & own.isnan(), torch.nan, log_rest)
+    log_rest = torch.where(owned & z_y.isnan(), torch.nan, log_rest)
     missing = top == -torch.inf
     if not is_plain(z) or bool(missing.any()):
         log_rest = torch.where(missing & (z.amax(1) == -torch.inf), -torch.inf, log_rest)  # amax keeps a NaN
-    return top, log_rest, torch.where(owned, own, -torch.inf)
+    return top, log_rest, torch.where(owned, z_y, -torch.inf)
 
 
 def _looks_at(tensor: Tensor) -> bool:
@@ -309,13 +309,13 @@ def gradients(
         p = ((part.gather(1, at.unsqueeze(1)).squeeze(1).double() - top) - log_sum).exp()
         without = torch.where(scale_here == 0, 0.0, scale_here * p)
         if of_lse is None:
-            own = grad[:, 0].double()
+            of_label = grad[:, 0].double()
         else:
             # At the label dd/dz = -1 and dlse/dz = p.
             slope_here, of_lse_here = slope[block], of_lse[block]
             is_zero = (slope_here == 0) & (of_lse_here == 0)
-            own = torch.where(is_zero, 0.0, of_lse_here * p - slope_here)
-        grad.scatter_(1, at.unsqueeze(1), torch.where(owned, own, without).to(grad.dtype).unsqueeze(1))
+            of_label = torch.where(is_zero, 0.0, of_lse_here * p - slope_here)
+        grad.scatter_(1, at.unsqueeze(1), torch.where(owned, of_label, without).to(grad.dtype).unsqueeze(1))
         yield block, grad
 
 

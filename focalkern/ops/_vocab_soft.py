@@ -151,10 +151,10 @@ def soft_gradients(
 
 def label_statistics(z: Tensor, split: Split, rows: SoftRows) -> RowStatistics:
     """The statistics of the labels from the softmax of a loss: one reduction, and no pass over the classes."""
-    own = z.gather(1, split.label.unsqueeze(1)).squeeze(1).double() if z.shape[1] else torch.zeros_like(rows.top)
-    own = all_reduce(torch.where(split.owned, own, -torch.inf), "max", split.group)
-    log_p = torch.where(split.legal, (own - rows.top) - rows.log_total, torch.nan)
-    log_u = torch.where(own == rows.top, rows.log_u_top, torch.log1p(-log_p.exp()))
+    z_y = z.gather(1, split.label.unsqueeze(1)).squeeze(1).double() if z.shape[1] else torch.zeros_like(rows.top)
+    z_y = all_reduce(torch.where(split.owned, z_y, -torch.inf), "max", split.group)
+    log_p = torch.where(split.legal, (z_y - rows.top) - rows.log_total, torch.nan)
+    log_u = torch.where(z_y == rows.top, rows.log_u_top, torch.log1p(-log_p.exp()))
     return RowStatistics(rows.top, rows.log_total, log_u - log_p, rows.top + rows.log_total)
 
 

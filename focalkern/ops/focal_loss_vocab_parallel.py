@@ -310,8 +310,8 @@ def plain_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     # If no other class can occur, p is 1 for any logit of the target.
     alone = (others.amax(1) == -torch.inf).unsqueeze(1)
     rest = torch.where(alone, 0.0, others).logsumexp(1)
-    own = z.gather(1, label.unsqueeze(1)).squeeze(1)
-    margin = torch.where(alone.squeeze(1), torch.where(own.isnan(), own, -_FAR), rest - own)
+    z_y = z.gather(1, label.unsqueeze(1)).squeeze(1)
+    margin = torch.where(alone.squeeze(1), torch.where(z_y.isnan(), z_y, -_FAR), rest - z_y)
     return z.logsumexp(1), margin
 
 
