@@ -8,7 +8,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor
 from focalkern._checks import one_of
-from focalkern._types import InputKind
+from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.calibrators._fit_data import as_rows
 from focalkern.calibrators._newton_search import check_finite_nll, nll_focal_scalings, nll_temperatures
 from focalkern.calibrators._search import SearchResult
@@ -96,7 +96,7 @@ def _fitted(
     op: str, search: Callable[..., list[SearchResult]], logits: Any, labels: Any, weight: Any, input_kind: InputKind
 ) -> tuple[list[SearchResult], torch.device]:
     """The results for every network, and the device of the logits."""
-    one_of(op, "input_kind", input_kind, ("logits", "probs"))
+    one_of(op, "input_kind", input_kind, INPUT_KINDS)
     logits, labels = as_tensor(logits, f"{op}: logits").detach(), as_tensor(labels, f"{op}: labels")
     weights = None if weight is None else as_tensor(weight, f"{op}: weight")
     if logits.dim() != 3:

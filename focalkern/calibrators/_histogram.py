@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import MOST_BINS, integer
-from focalkern._types import InputKind
+from focalkern._types import PROPER, InputKind
 from focalkern.calibrators._base import FusedCalibrator
 from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
@@ -23,7 +23,6 @@ from focalkern.calibrators._warnings import worse_than_uncalibrated
 __all__ = ["Binning", "HistogramBinning"]
 
 Binning = Literal["equal_width", "equal_mass"]
-_PROPER = ("nll", "brier")
 _BINNINGS: tuple[Binning, ...] = get_args(Binning)
 
 
@@ -172,7 +171,7 @@ class HistogramBinning(FusedCalibrator):
             warnings.append(f"of the scaling, {words} (extend its temperatures and gammas)")
         remedy = "fewer bins, n_bins, or a scaling alone"
         apply = functools.partial(self._apply, log=True)
-        return [*warnings, *worse_than_uncalibrated(rows, apply, by=_PROPER, input_kind=self.input_kind, remedy=remedy)]
+        return [*warnings, *worse_than_uncalibrated(rows, apply, by=PROPER, input_kind=self.input_kind, remedy=remedy)]
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         log_probs: Tensor = self._kept_module(self._module, input.device)(widened(input))

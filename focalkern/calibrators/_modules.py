@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focalkern import reference
 from focalkern._checks import flag, number, one_of
-from focalkern._types import InputKind
+from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.calibrators._inputs import as_pairs, floored_input, plain_map
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 
@@ -26,7 +26,7 @@ class _Constants(torch.nn.Module):
         name = type(self).__name__
         self.gamma = number(name, "gamma", gamma)
         self.temperature = number(name, "temperature", temperature)
-        one_of(name, "input_kind", input_kind, ("logits", "probs"))
+        one_of(name, "input_kind", input_kind, INPUT_KINDS)
         self.input_kind = input_kind
         self.fused = flag(name, "fused", fused)
         if not (math.isfinite(self.gamma) and self.gamma > -1):

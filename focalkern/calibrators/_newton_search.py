@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from focalkern._types import LOSS_NAMES, InputKind
+from focalkern._types import LOSS_NAMES, InputKind, Proper
 from focalkern.calibrators._newton_steps import Steps, newton_steps, valleys
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, SearchResult
-from focalkern.calibrators._smooth_losses import BrierOfRows, NllOfNetworks, Smooth, check_finite_nll, coarse_table
+from focalkern.calibrators._smooth_losses import BrierOfRows, NllOfNetworks, check_finite_nll, coarse_table
 from focalkern.calibrators._temperature_bound import describe_bound, succession_bound
 
 __all__ = [
@@ -41,7 +41,7 @@ class _Rows:
     target: Tensor
     input_kind: InputKind
     weight: Tensor | None
-    criterion: Smooth
+    criterion: Proper
 
     def low_end(self, gamma: float, why: str) -> tuple[float, tuple[str, ...]]:
         """The result (temperature, sentences) if the criterion falls all the way to T = 0."""
@@ -205,7 +205,7 @@ def minimize_focal(
     input: Tensor,
     target: Tensor,
     input_kind: InputKind,
-    criterion: Smooth,
+    criterion: Proper,
     weight: Tensor | None = None,
     near: tuple[float, float] | None = None,
 ) -> SearchResult:
@@ -284,7 +284,7 @@ def _as_batch(input: Tensor, target: Tensor, input_kind: InputKind, weight: Tens
 
 
 def _rows_of(
-    input: Tensor, target: Tensor, input_kind: InputKind, criterion: Smooth, weight: Tensor | None
+    input: Tensor, target: Tensor, input_kind: InputKind, criterion: Proper, weight: Tensor | None
 ) -> list[_Rows]:
     weights: list[Tensor | None] = [None] * len(input) if weight is None else list(weight)
     return [
@@ -294,7 +294,7 @@ def _rows_of(
 
 
 def _run_alone(
-    input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None, criterion: Smooth, search: Any
+    input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None, criterion: Proper, search: Any
 ) -> SearchResult:
     steps = search(_Rows(input, target, input_kind, weight, criterion))
     if criterion == "nll":

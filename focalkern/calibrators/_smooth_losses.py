@@ -2,25 +2,22 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._types import InputKind
+from focalkern._types import InputKind, Proper
 from focalkern.calibrators._search import every_row_grid
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.ops.map_nll_sums import map_nll_sums_for
 
-__all__ = ["BrierOfRows", "NllOfNetworks", "Smooth", "check_finite_nll", "coarse_table"]
+__all__ = ["BrierOfRows", "NllOfNetworks", "check_finite_nll", "coarse_table"]
 
 # Numbers per block that is converted to float64.
 _BLOCK = 1 << 18
 # The table for starting points uses evenly spaced rows with this many numbers in all, and at least this many rows.
 _TABLE_NUMBERS, _TABLE_ROWS = 1 << 16, 512
-
-Smooth = Literal["nll", "brier"]
 
 
 def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str, remedy: str = "") -> None:
@@ -44,7 +41,7 @@ def coarse_table(
     input: Tensor,
     target: Tensor,
     input_kind: InputKind,
-    criterion: Smooth,
+    criterion: Proper,
     gammas: tuple[float, ...],
     temperatures: list[float],
 ) -> np.ndarray:

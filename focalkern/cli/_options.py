@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from focalkern._checks import label, parsed_float, parsed_int
+from focalkern._types import INPUT_KINDS
 from focalkern.files import Hint, InputError
 from focalkern.files.paths import NamedFiles, located
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
@@ -72,7 +73,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
     add_storage_options(parser)
     parser.add_argument(
         "--input-kind",
-        choices=("logits", "probs"),
+        choices=INPUT_KINDS,
         help="kind of the values in the files. By default the name of the array decides; other names mean logits. "
         "Without this option, logits that look like probabilities (not negative, sum 1) are an error",
     )

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from focalkern._types import INPUT_KINDS
 from focalkern.cli._options import OneOrMany, add_storage_options, check_out, locate, same_file
 from focalkern.files import InputError
 from focalkern.files.paths import files_of
@@ -42,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help=f"{', '.join(OUTPUTS)}; an existing file is replaced only when the new one is complete",
     )
     parser.add_argument(
-        "--input-kind", choices=("logits", "probs"), help="kind of the values in LOGITS (default: from its names)"
+        "--input-kind", choices=INPUT_KINDS, help="kind of the values in LOGITS (default: from its names)"
     )
     parser.add_argument(
         "--logits-key", metavar="NAME", help="name of the array of logits; in tables, a pattern for the columns: 'p_*'"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from focalkern._progress import ProgressBar
-from focalkern._types import PROPER
+from focalkern._types import INPUT_KINDS, PROPER
 from focalkern.cli._engines import engine
 from focalkern.cli._notes import print_wrapped
 from focalkern.cli._options import (
@@ -69,9 +69,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--criterion", choices=PROPER, default="nll", help="loss that chooses (default nll)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the folds and of the halves (default 0)")
-    parser.add_argument(
-        "--input-kind", choices=("logits", "probs"), help="kind of the values (default: from the names)"
-    )
+    parser.add_argument("--input-kind", choices=INPUT_KINDS, help="kind of the values (default: from the names)")
     parser.add_argument("--logits-key", metavar="NAME", help="name of the array of logits or probabilities")
     parser.add_argument("--labels-key", metavar="NAME", help="name of the array of labels")
     add_ignore_index(parser)

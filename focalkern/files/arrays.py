@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._types import InputKind
+from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.paths import open_file
-from focalkern.files.samples import KINDS, Hint, InputError
+from focalkern.files.samples import Hint, InputError
 
 __all__ = [
     "ARCHIVES",
@@ -175,8 +175,8 @@ def find_sets(
                 raise InputError(source, f"an array {key}", _listing(arrays), hint=Hint(argument, "NAME"))
         return {"": (input_kind or kind_from_name(logits_key) or "logits", logits_key, labels_key)}
     for prefix in _PREFIXES:
-        names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in KINDS}
-        present = [kind for kind in KINDS if names[kind] in arrays]
+        names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in INPUT_KINDS}
+        present = [kind for kind in INPUT_KINDS if names[kind] in arrays]
         if not present:
             continue
         if input_kind is None and len(present) > 1:

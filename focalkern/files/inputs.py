@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import flat_rows
-from focalkern._types import InputKind
+from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, rows_of_tensor
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import located, matches, name_of, suffix_of
 from focalkern.files.pixels import images_at_once, place_of
-from focalkern.files.samples import CLASSES, KINDS, Hint, InputError, as_tensor, check_input_kind, check_options
+from focalkern.files.samples import CLASSES, Hint, InputError, as_tensor, check_input_kind, check_options
 from focalkern.files.shards import LOOK, STREAMED, Shard
 from focalkern.files.tables import OtherColumns, read_unlabelled
 
@@ -145,7 +145,7 @@ def _find(
     found: dict[str, tuple[InputKind, str]] = {}
     for key in arrays:
         prefix, _, last = key.rpartition("_")
-        for kind in KINDS:
+        for kind in INPUT_KINDS:
             if last != kind or (input_kind is not None and kind != input_kind):
                 continue
             if prefix in found:
@@ -168,7 +168,7 @@ def _kind_of_file(name: str, input_kind: InputKind | None) -> InputKind:
 
 def _kind_in(stem: str) -> InputKind | None:
     words = stem.replace("-", "_").replace(".", "_").split("_")
-    return next((kind for kind in KINDS if kind in words), None)
+    return next((kind for kind in INPUT_KINDS if kind in words), None)
 
 
 def _part(input: ArrayRows, kind: InputKind, key: str) -> Shard:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from focalkern._checks import path_text
-from focalkern._types import InputKind
+from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, find_sets, load_numpy
 from focalkern.files.parts import BY_NAME
 from focalkern.files.paths import (
@@ -23,7 +23,7 @@ from focalkern.files.paths import (
     open_file,
     suffix_of,
 )
-from focalkern.files.samples import KINDS, Hint, InputError, LogitSet, check_input_kind, check_options, checked_set
+from focalkern.files.samples import Hint, InputError, LogitSet, check_input_kind, check_options, checked_set
 from focalkern.files.shards import open_shards
 from focalkern.files.tables import read_arrow, read_csv
 
@@ -177,7 +177,7 @@ def _sets_in(
 
 def _kind_of_npy(source: str) -> InputKind | None:
     stem = name_of(source).stem
-    return next((kind for kind in KINDS if stem == kind or stem.endswith(f"_{kind}")), None)
+    return next((kind for kind in INPUT_KINDS if stem == kind or stem.endswith(f"_{kind}")), None)
 
 
 def labels_of_npy(source: str, labels: str | None = None) -> str:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from focalkern._checks import label, one_of, parsed_float, path_text, short
 from focalkern._diagnostics import looks_like_probs
-from focalkern._types import InputKind
+from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.pixels import label_misfit, place_of_counted, rows_that_count
 
 __all__ = [
     "CLASSES",
-    "KINDS",
     "Hint",
     "InputError",
     "LogitSet",
@@ -29,7 +28,6 @@ __all__ = [
     "label_numbers",
 ]
 
-KINDS: tuple[InputKind, ...] = ("logits", "probs")
 CLASSES = "[N, C] or [N, C, d1, ...] with C >= 2 classes"
 """The shape of logits, in errors."""
 _IGNORED = (-100, -1, 255)  # common labels of data sets for unlabelled samples
@@ -182,7 +180,7 @@ def check_options(
     """
     text = path if isinstance(path, str) and "\0" not in path else path_text(op, "path", path)
     if input_kind is not None:
-        one_of(op, "input_kind", input_kind, KINDS)
+        one_of(op, "input_kind", input_kind, INPUT_KINDS)
     if ignore_index is not None:
         label(op, "ignore_index", ignore_index, " or None")
     for name, value in names.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from focalkern._arrays import flat_rows
 from focalkern._checks import path_text
-from focalkern._types import InputKind
+from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ArrayRows, find_sets
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import (
@@ -27,7 +27,7 @@ from focalkern.files.paths import (
     suffix_of,
 )
 from focalkern.files.pixels import PixelRows, label_misfit
-from focalkern.files.samples import CLASSES, KINDS, Hint, InputError, check_input_kind, check_options, check_rows
+from focalkern.files.samples import CLASSES, Hint, InputError, check_input_kind, check_options, check_rows
 
 __all__ = [
     "STREAMED",
@@ -228,7 +228,7 @@ def _npy_shards(
 def _kind_of(name: str) -> InputKind | None:
     """The kind of input by the name of the file: logits.npy, val_logits.npy, val_logits-003.npy."""
     words = re.split(r"[^a-zA-Z]+", name_of(name).stem)
-    return next((kind for kind in KINDS if kind in words), None)
+    return next((kind for kind in INPUT_KINDS if kind in words), None)
 
 
 def _labels_of(name: str) -> str:

@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import dense, flag, number, reworded, short
 from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, PLAIN_TENSORS, InputKind
+from focalkern._types import HALVES, INPUT_KINDS, PLAIN_TENSORS, InputKind
 from focalkern.fallback.spline_map import spline_coefficients
 from focalkern.ops._backend import backend_for, fallback, has_kernels
 
@@ -145,7 +145,7 @@ def spline_calibration_map(
         )
         result: Array = as_array(of_array)
         return result
-    if not isinstance(input_kind, str) or input_kind not in ("logits", "probs"):
+    if not isinstance(input_kind, str) or input_kind not in INPUT_KINDS:
         raise ValueError(f"{_OP}: input_kind must be 'logits' or 'probs', got {short(input_kind)}")
     flags = [
         input_kind == "probs",

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from focalkern._types import PROPER
 from focalkern.ops.calibration_sums import CalibrationSums
 
 __all__ = ["packed", "unpacked"]
@@ -51,7 +52,7 @@ def unpacked(content: dict[str, Any]) -> CalibrationSums:
                 every = np.zeros(size, dtype=of_filled.dtype)
                 every[filled] = of_filled
                 setattr(sums, name, torch.from_numpy(every.reshape(shape)))
-        for name in ("nll", "brier"):
+        for name in PROPER:
             if name in content:
                 shape, data = content[name]
                 setattr(sums, name, torch.from_numpy(_array(data).reshape(shape).copy()))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import dense
 from focalkern._devices import where_float64
-from focalkern._types import Estimator, InputKind, Proper
+from focalkern._types import PROPER, Estimator, InputKind, Proper
 from focalkern.ops.calibration_grid import CalibrationGrid, pixels_as_rows
 from focalkern.streaming._config import GridConfig, adds_nothing, as_ours, short
 from focalkern.streaming._reduce import all_reduced
@@ -271,7 +271,7 @@ class CalibrationGridState:
             tensor([[2.1451, 1.3150]], dtype=torch.float64)
         """
         of, content = self._config, self._content
-        if criterion not in ("nll", "brier") or criterion not in of.criteria or not isinstance(content, SumAccumulator):
+        if criterion not in PROPER or criterion not in of.criteria or not isinstance(content, SumAccumulator):
             raise ValueError(
                 f"CalibrationGridState.total: criterion must be one of nll and brier that is summed, got {criterion!r}"
             )

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of
+from focalkern._types import CRITERIA, INPUT_KINDS
 from focalkern.calibrators import (
     DEFAULT_GAMMAS,
     Binning,
@@ -31,7 +32,6 @@ from focalkern.study.verdict import accept_rows, judge
 __all__ = ["compare_calibrators", "run_study"]
 
 _OP = "compare_calibrators"
-_CRITERIA = ("nll", "brier", "ece")
 
 
 def compare_calibrators(
@@ -110,9 +110,9 @@ def compare_calibrators(
         tensor([[0.1610, 0.8000, 0.0390]])
     """
     for name, value, known in (
-        ("criterion", criterion, _CRITERIA),
+        ("criterion", criterion, CRITERIA),
         ("estimator", estimator, ESTIMATORS),
-        ("input_kind", input_kind, ("logits", "probs")),
+        ("input_kind", input_kind, INPUT_KINDS),
     ):
         one_of(_OP, name, value, known)
     folds, seed = check_folds(_OP, folds, seed)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor
 from focalkern._checks import one_of, short
+from focalkern._types import INPUT_KINDS
 from focalkern.calibrators import InputKind
 from focalkern.files import InputError
-from focalkern.files.samples import KINDS, checked_set
+from focalkern.files.samples import checked_set
 from focalkern.study.distributed import Processes, Progress
 from focalkern.study.samples import StreamedSamples
 
@@ -97,7 +98,7 @@ def share_rows(
     """
     if not isinstance(processes, Processes):
         raise TypeError(f"{_OP}: processes must be Processes of focalkern.study, got {short(processes)}")
-    one_of(_OP, "input_kind", input_kind, KINDS)
+    one_of(_OP, "input_kind", input_kind, INPUT_KINDS)
     one_of(_OP, "name", name, ("val", "test"))
     input, target = as_tensor(logits, f"{_OP}: logits").cpu(), as_tensor(labels, f"{_OP}: labels").cpu()
     problem = ""
