@@ -68,6 +68,7 @@ c10::SymDimVector loss_shape(const Tensor& input) {
 // ---- checks, for real and for fake tensors alike -------------------------------------------------------------------
 
 void check_gamma(const char* op, const Tensor& input, const Tensor& gamma, const OptionalTensor& edges) {
+  if (!gamma.defined()) return;
   TORCH_CHECK_TYPE(gamma.is_floating_point(), op, ": gamma must be a float, a floating-point tensor or a GammaTable, ",
                    "got a tensor of ", gamma.scalar_type());
   if (edges.has_value()) {
@@ -208,7 +209,9 @@ Prepared<Scalar> prepare(const Inputs& inputs, const Options& options) {
     p.weight = as_dtype(*weight, real).contiguous();
     args.class_weight = static_cast<const Real*>(p.weight.const_data_ptr());
   }
-  if (edges.has_value()) {
+  if (!gamma.defined()) {
+    args.gamma_value = static_cast<Real>(options.gamma);
+  } else if (edges.has_value()) {
     args.n_bins = gamma.numel();
     if (on_host(*edges) && on_host(gamma)) {  // without a call of torch, which takes longer than a small batch
       for (const Tensor& part : {*edges, gamma}) {

@@ -17,7 +17,7 @@ enum class RowLoss : int64_t {
 struct RowLossInputs {
   const Tensor& input;
   const Tensor& target;
-  const Tensor& gamma;
+  const Tensor& gamma;  // undefined for RowLossOptions::gamma
   const OptionalTensor& edges;
   const OptionalTensor& weight;
 };
@@ -30,6 +30,7 @@ struct RowLossOptions {
   double label_smoothing;
   bool detach_modulation;
   bool float32_loss;  // a half-precision loss is returned as float32, as autocast requires
+  double gamma = 0;   // where it is a number that needs no tensor
 };
 
 // focal_loss_forward and focal_loss_backward, by way of the dispatcher.

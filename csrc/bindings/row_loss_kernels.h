@@ -137,6 +137,7 @@ std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options)
   return {as_dtype(loss, result_dtype(input, options.float32_loss)), saved};
 }
 
+// A gradient that is not needed is an undefined tensor.
 template <typename Device>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& inputs, const Tensor& saved,
                                             const Options& options, std::array<bool, 3> needed) {
@@ -157,9 +158,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
   TORCH_CHECK_VALUE(!edges || !needed[2], op, ": the gammas of a table have no gradient, and needed[2] asks for it");
   check_same_device(op, "grad", grad, input);
   check_same_device(op, "saved", saved, input);
-  Tensor grad_input = at::empty({0}, input.options());
-  Tensor grad_target = at::empty({0}, input.options().dtype(real));
-  Tensor grad_gamma = at::empty({0}, input.options().dtype(real));
+  Tensor grad_input, grad_target, grad_gamma;
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
@@ -220,11 +219,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& /* grad */, const
                                                  const Tensor& /* saved */, const Options& /* options */,
                                                  std::array<bool, 3> needed) {
   const auto& [input, target, gamma, edges, weight] = inputs;
-  const auto absent = [&](at::ScalarType dtype) { return at::empty({0}, inputs.input.options().dtype(dtype)); };
-  const auto real = compute_dtype(input.scalar_type());
-  return {needed[0] ? at::empty_like(input) : absent(input.scalar_type()),
-          needed[1] ? at::empty_like(target) : absent(real),
-          needed[2] ? at::empty_like(gamma, gamma.options(), at::MemoryFormat::Contiguous) : absent(real)};
+  return {needed[0] ? at::empty_like(input) : Tensor(), needed[1] ? at::empty_like(target) : Tensor(),
+          needed[2] ? at::empty_like(gamma, gamma.options(), at::MemoryFormat::Contiguous) : Tensor()};
 }
 
 }  // namespace

@@ -128,6 +128,31 @@ def test_backward_twice_and_a_changed_input_are_refused(device):
         loss.backward()
 
 
+@pytest.mark.kernels
+def test_a_step_keeps_logits_labels_and_three_numbers_per_row(device):
+    z = torch.randn(3, 4, device=device, requires_grad=True)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = fk.focal_loss(z, torch.tensor([0, 1, 2], device=device), 2.0)
+    assert sorted(kept) == [3, 3 * 3 + 1, 12]  # no tensor for gamma = 2
+    loss.backward()
+    assert z.grad is not None
+
+
+@pytest.mark.kernels
+def test_the_profiler_sees_the_operators_of_a_step(device):
+    z = torch.randn(3, 4, device=device, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        fk.focal_loss(z, torch.tensor([0, 1, 2], device=device), 2.0).backward()
+    names = {event.name for event in profile.events()}
+    assert {"focalkern::focal_loss_forward", "focalkern::focal_loss_backward"} <= names
+
+
 def test_gradient_where_only_some_inputs_need_it(device):
     z = torch.randn(4, 3, device=device)
     soft = torch.rand(4, 3, device=device)
