@@ -1,22 +1,19 @@
 """L-BFGS for a preconditioned problem. A search can start with the curvature pairs of a similar problem."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Minimum", "minimise"]
+__all__ = ["Minimum", "Pairs", "minimise"]
 
 HISTORY = 10
 
 _DECREASE, _CURVATURE = 1e-4, 0.9  # of the strong Wolfe conditions
 _TRIALS = 25  # of one line search
 _ROUNDING = 1e-14  # relative rounding error of a value
-
-Pair = tuple[Tensor, Tensor]
-"""A step and the change of the gradient along it."""
 
 _Trial = tuple[float, float, float]
 """The size of a step, the value at its end and the slope along it."""
@@ -38,7 +35,7 @@ class Minimum:
     value: float
     evaluations: int
     converged: bool
-    pairs: tuple[Pair, ...]
+    pairs: "Pairs"
 
 
 def minimise(
@@ -47,7 +44,7 @@ def minimise(
     *,
     done: float,
     steps: int,
-    pairs: Sequence[Pair] = (),
+    pairs: "Pairs | None" = None,
     norm: float = math.inf,
 ) -> Minimum:
     """Minimise a smooth function whose Hessian is near the identity, from ``start``.
@@ -65,7 +62,7 @@ def minimise(
     """
     point = start
     value, gradient = objective(point)
-    evaluations, memory = 1, _Memory(start, pairs)
+    evaluations, memory = 1, Pairs(start, pairs)
     for _ in range(steps):
         if float(torch.linalg.vector_norm(gradient, norm)) <= done:
             break
@@ -85,25 +82,31 @@ def minimise(
         if abs(fallen) < 1e-5 * done or float(torch.linalg.vector_norm(step, norm)) < 1e-5 * done:
             break
     else:
-        return Minimum(point, value, evaluations, False, memory.pairs())
-    return Minimum(point, value, evaluations, True, memory.pairs())
+        return Minimum(point, value, evaluations, False, memory)
+    return Minimum(point, value, evaluations, True, memory)
 
 
-class _Memory:
-    """The last pairs and their inner products. With these, a direction costs two matrix-vector products.
+class Pairs:
+    """The last pairs (a step, the change of the gradient along it) and their inner products. With these, a direction
+    costs two matrix-vector products.
 
     Args:
         start: a tensor with the shape, dtype and device of the points.
-        pairs: initial pairs, the oldest first.
+        known: initial pairs, which are copied.
     """
 
-    def __init__(self, start: Tensor, pairs: Sequence[Pair]) -> None:
-        self._order: list[int] = []  # indices of the pairs in _rows, the oldest first
-        self._rows = start.new_zeros(2 * HISTORY, len(start))  # steps, then changes
-        self._of_step = [[0.0] * HISTORY for _ in range(HISTORY)]  # [i][j]: inner product of change i and step j
-        self._of_change = [[0.0] * HISTORY for _ in range(HISTORY)]  # [i][j]: inner product of changes i and j
-        for step, change in pairs[-HISTORY:]:
-            self.add(step, change)
+    def __init__(self, start: Tensor, known: "Pairs | None" = None) -> None:
+        if known is None:
+            self._order: list[int] = []  # indices of the pairs in _rows, the oldest first
+            self._rows = start.new_zeros(2 * HISTORY, len(start))  # steps, then changes
+            self._of_step = [[0.0] * HISTORY for _ in range(HISTORY)]  # [i][j]: inner product of change i and step j
+            self._of_change = [[0.0] * HISTORY for _ in range(HISTORY)]  # [i][j]: inner product of changes i and j
+        else:
+            self._order, self._rows = list(known._order), known._rows.clone()
+            self._of_step, self._of_change = ([list(row) for row in one] for one in (known._of_step, known._of_change))
+
+    def __len__(self) -> int:
+        return len(self._order)
 
     def add(self, step: Tensor, change: Tensor) -> None:
         """Adds a pair; replaces the oldest one if the memory is full."""
@@ -143,9 +146,6 @@ class _Memory:
             earlier.append((i, factor - change / self._of_step[i][i]))
             factors[i], factors[HISTORY + i] = earlier[-1][1], -scale * factor
         return self._rows.T @ gradient.new_tensor(factors) - scale * gradient
-
-    def pairs(self) -> tuple[Pair, ...]:
-        return tuple((self._rows[place], self._rows[HISTORY + place]) for place in self._order)
 
 
 def _line_search(

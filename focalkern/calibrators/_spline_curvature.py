@@ -29,7 +29,7 @@ def softmax_of(rows: SplineRows, block: MemoryRows, map: Map, x: Tensor) -> Tens
 
 
 def linear_hessian(rows: SplineRows, map: Map, of_curve: Tensor) -> Tensor:
-    r"""[P, P] second derivatives of J / W at ``map``: in the curve, then, class by class, in its row of D and in its b.
+    r"""[P, P] second derivatives of J / W at ``map``: in the curve, in the rows of D, in b.
 
     With F_j the derivative of a score in the curve, E_j = F_j minus its mean over the classes, and z = (x, 1), the
     derivative in the parameters of a class, the blocks are the sums over rows of
@@ -66,14 +66,17 @@ def linear_hessian(rows: SplineRows, map: Map, of_curve: Tensor) -> Tensor:
     own = of_pairs[of_classes[:, None, :, None], of_terms[None, :, None, :]].reshape(size, size)
     of_weight, of_bias = strengths(rows, own.new_zeros(n_classes, n_classes))
     own.diagonal().add_(torch.nn.functional.pad(of_weight, (0, 1), value=of_bias).reshape(-1), alpha=2)
+    places = torch.arange(size, device=own.device).reshape(n_classes, -1)
+    order = torch.cat([places[:, :-1].reshape(-1), places[:, -1]])  # from class by class to D, b
+    own, cross = own[order][:, order], cross[:, order]
     return torch.cat([torch.cat([of_curve.to(own.device), cross], 1), torch.cat([cross.T, own], 1)])
 
 
 def of_vector(n_curve: int, n_classes: int) -> Tensor:
-    """Indices of the curve, and for each class of D_jj and b_j: the parameters of a vector, D = diag(v)."""
+    """Indices of the curve, D_jj and b_j: the parameters of a vector, D = diag(v)."""
     classes = torch.arange(n_classes)
-    own = n_curve + (n_classes + 1) * classes
-    return torch.cat([torch.arange(n_curve), torch.stack([own + classes, own + n_classes], 1).reshape(-1)])
+    of_bias = n_curve + n_classes**2 + classes
+    return torch.cat([torch.arange(n_curve), n_curve + (n_classes + 1) * classes, of_bias])
 
 
 def _small_blocks(rows: SplineRows) -> Iterator[MemoryRows]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._lbfgs import Pair
+from focalkern.calibrators._lbfgs import Pairs
 from focalkern.calibrators._row_source import MemoryRows
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.ops.spline_sums import spline_sums_for
@@ -20,7 +20,7 @@ __all__ = [
     "blocks_in_memory",
     "curve_derivatives",
     "fit_curve",
-    "linear_gradient",
+    "parts_of",
     "strengths",
 ]
 
@@ -73,7 +73,7 @@ class Fit:
         passes: number of passes over the rows.
         converged: whether the fit ended before its last permitted step.
         derivatives: those in the curve at the optimum; None after L-BFGS and of a brief fit.
-        pairs: the curvature pairs of L-BFGS.
+        pairs: the curvature pairs of L-BFGS; None after Newton's method.
     """
 
     map: Map
@@ -81,14 +81,14 @@ class Fit:
     passes: int
     converged: bool = True
     derivatives: Derivatives | None = None
-    pairs: tuple[Pair, ...] = ()
+    pairs: Pairs | None = None
 
 
 def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
     """The objective J / W with its gradient and Hessian in the curve."""
     n = len(map.curve)
     sums = torch.zeros(1 + n + n * n, dtype=torch.float64)
-    for part, _, extra in _parts(rows, map):
+    for part, _, extra in parts_of(rows, map):
         sums_of = spline_sums_for(part.input).spline_curve_sums
         value, slopes, curvature = sums_of(*arguments(rows, part, map, extra))
         sums[0] += value
@@ -103,7 +103,7 @@ def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
     return Derivatives(value, gradient / total + 2 * pull, hessian / total + 2 * quadratic, nll / total)
 
 
-def _parts(
+def parts_of(
     rows: SplineRows, map: Map, blocks: Sequence[Block] | None = None
 ) -> Iterator[tuple[MemoryRows, Tensor | None, Tensor | None]]:
     """Blocks (rows, x, D x) for a matrix; otherwise the parts of the source as (rows, None, None)."""
@@ -191,44 +191,3 @@ def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTO
 def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
     ridge = 1e-13 * hessian.trace() * torch.eye(len(gradient), dtype=hessian.dtype)
     return -torch.linalg.solve(hessian + ridge, gradient)
-
-
-def linear_gradient(
-    rows: SplineRows,
-    map: Map,
-    blocks: Sequence[Block] | None = None,
-    penalties: tuple[Tensor, float] | None = None,
-) -> tuple[float, Map]:
-    """J / W with its gradient in all parameters of a vector or matrix.
-
-    Args:
-        rows: the rows.
-        map: the parameters.
-        blocks: result of :func:`blocks_in_memory`.
-        penalties: result of :func:`strengths`, if known.
-    """
-    assert map.weight is not None and map.bias is not None
-    total, vector, device = rows.weight_sum, map.weight.dim() == 1, rows.device
-    sizes = [1, len(map.curve), map.weight.numel(), rows.n_classes]
-    sums: Tensor | None = None
-    for part, x, extra in _parts(rows, map, blocks):
-        sums_of = spline_sums_for(part.input).spline_linear_sums
-        value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), not vector)
-        of_linear = of_classes if x is None else (slopes.T @ x).reshape(-1)
-        first = (torch.tensor([value], dtype=torch.float64), of_curve)
-        found = torch.cat([*(one.to(device) for one in first), of_linear, of_one])
-        sums = found if sums is None else sums.add_(found)
-    if sums is None:  # this process has no rows
-        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-    nll, of_curve, of_linear, of_one = (rows.source.add_up(sums) / total).split(sizes)
-    of_weight, of_bias = strengths(rows, map.weight) if penalties is None else penalties
-    pull = rows.factor / total * rows.penalty @ map.curve
-    of_square, of_bias_square = of_weight * map.weight, of_bias * map.bias
-    penalty = (of_square * map.weight).sum() + of_bias_square @ map.bias
-    value = float(nll) + float(map.curve @ pull) + float(penalty)
-    slopes = Map(
-        torch.add(of_curve.cpu(), pull, alpha=2),
-        torch.add(of_linear.reshape(map.weight.shape), of_square, alpha=2),
-        torch.add(of_one, of_bias_square, alpha=2),
-    )
-    return value, slopes

@@ -7,16 +7,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._lbfgs import Pair, minimise
+from focalkern.calibrators._lbfgs import Pairs, minimise
 from focalkern.calibrators._spline_curvature import linear_hessian, of_vector, softmax_of
 from focalkern.calibrators._spline_fit import (
     Fit,
     Map,
+    arguments,
     blocks_in_memory,
-    linear_gradient,
+    parts_of,
     strengths,
 )
 from focalkern.calibrators._spline_rows import SplineRows
+from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["LBFGS_DONE", "LBFGS_DONE_IN_A_FOLD", "LBFGS_STEPS", "Preconditioner", "fit_linear", "precondition"]
 
@@ -31,12 +33,52 @@ LBFGS_DONE_IN_A_FOLD = 3e-4
 _OF_LENGTH = 3.0
 
 
+class LinearObjective:
+    """J / W with its gradient in the parameters of a vector or matrix, as one tensor: the curve, v or the rows of D, b.
+
+    Args:
+        rows: the rows. If they are in memory, the x of a matrix are kept between evaluations.
+        like: parameters with the shapes of these.
+    """
+
+    def __init__(self, rows: SplineRows, like: Map) -> None:
+        assert like.weight is not None
+        self._rows, self._shape, device = rows, like.weight.shape, rows.device
+        self._sizes = [len(like.curve), like.weight.numel(), rows.n_classes]
+        self._blocks = None if like.weight.dim() == 1 else blocks_in_memory(rows)
+        of_weight, of_bias = strengths(rows, like.weight)
+        self._of_curve = (rows.factor / rows.weight_sum * rows.penalty).to(device)
+        self._of_others = torch.nn.functional.pad(of_weight.reshape(-1), (0, rows.n_classes), value=of_bias)
+
+    def point(self, map: Map) -> Tensor:
+        assert map.weight is not None and map.bias is not None
+        return torch.cat([map.curve.to(self._rows.device), map.weight.reshape(-1), map.bias])
+
+    def map(self, point: Tensor) -> Map:
+        curve, weight, bias = point.split(self._sizes)
+        return Map(curve.cpu(), weight.reshape(self._shape), bias)
+
+    def __call__(self, point: Tensor) -> tuple[float, Tensor]:
+        rows, map, vector = self._rows, self.map(point), len(self._shape) == 1
+        sums = torch.zeros(1 + len(point), dtype=torch.float64, device=rows.device)
+        for part, x, extra in parts_of(rows, map, self._blocks):
+            sums_of = spline_sums_for(part.input).spline_linear_sums
+            value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), not vector)
+            of_linear = of_classes if x is None else (slopes.T @ x).reshape(-1)
+            sums[0] += value
+            sums[1:] += torch.cat([of_curve.to(rows.device), of_linear, of_one])
+        sums = rows.source.add_up(sums) / rows.weight_sum
+        n_curve = len(self._of_curve)
+        pull = torch.cat([self._of_curve @ point[:n_curve], self._of_others * point[n_curve:]])
+        return float(sums[0] + point @ pull), torch.add(sums[1:], pull, alpha=2)
+
+
 class Preconditioner(Protocol):
     """Maps a point r linearly to a step in all parameters, and the gradient in the parameters to the gradient in r."""
 
-    def step(self, point: Tensor) -> Map: ...
+    def step(self, point: Tensor) -> Tensor: ...
 
-    def gradient(self, slopes: Map) -> Tensor: ...
+    def gradient(self, slopes: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -44,45 +86,29 @@ class Scales:
     """A preconditioner: a root of the inverse Hessian for the curve, one number for each other parameter."""
 
     curve: Tensor
-    weight: Tensor
-    bias: Tensor
+    others: Tensor
 
-    def step(self, point: Tensor) -> Map:
-        curve, weight, bias = point.split([len(self.curve), self.weight.numel(), len(self.bias)])
-        return Map(self.curve @ curve.cpu(), self.weight * weight.reshape(self.weight.shape), self.bias * bias)
+    def step(self, point: Tensor) -> Tensor:
+        n = len(self.curve)
+        return torch.cat([self.curve @ point[:n], self.others * point[n:]])
 
-    def gradient(self, slopes: Map) -> Tensor:
-        assert slopes.weight is not None and slopes.bias is not None
-        of_curve = (self.curve.T @ slopes.curve).to(self.bias.device)
-        return torch.cat([of_curve, (slopes.weight * self.weight).reshape(-1), slopes.bias * self.bias])
+    def gradient(self, slopes: Tensor) -> Tensor:
+        n = len(self.curve)
+        return torch.cat([self.curve.T @ slopes[:n], self.others * slopes[n:]])
 
 
 @dataclass(frozen=True)
 class Root:
-    """A preconditioner: a root of the inverse Hessian in all parameters, in the order of :func:`linear_hessian`.
-
-    Attributes:
-        root: [P, P].
-        transposed: its transpose.
-        n_curve: m + 1.
-        n_classes: C.
-    """
+    """A preconditioner: a root [P, P] of the inverse Hessian in all parameters, and its transpose."""
 
     root: Tensor
     transposed: Tensor
-    n_curve: int
-    n_classes: int
 
-    def step(self, point: Tensor) -> Map:
-        step = self.root @ point
-        of_classes = step[self.n_curve :].reshape(self.n_classes, -1)
-        weight = of_classes[:, :-1] if of_classes.shape[1] > 2 else of_classes[:, 0]
-        return Map(step[: self.n_curve].cpu(), weight, of_classes[:, -1])
+    def step(self, point: Tensor) -> Tensor:
+        return self.root @ point
 
-    def gradient(self, slopes: Map) -> Tensor:
-        assert slopes.weight is not None and slopes.bias is not None
-        of_classes = torch.cat([slopes.weight.reshape(self.n_classes, -1), slopes.bias.unsqueeze(1)], 1)
-        return self.transposed @ torch.cat([slopes.curve.to(of_classes.device), of_classes.reshape(-1)])
+    def gradient(self, slopes: Tensor) -> Tensor:
+        return self.transposed @ slopes
 
 
 def precondition(rows: SplineRows, map: Map, hessian: Tensor, kinds: Sequence[str]) -> dict[str, Preconditioner]:
@@ -93,21 +119,21 @@ def precondition(rows: SplineRows, map: Map, hessian: Tensor, kinds: Sequence[st
         whole = linear_hessian(rows, map, hessian)
         places = of_vector(n_curve, n_classes).to(whole.device)
         wanted = {kind: whole[places][:, places] if kind == "vector" else whole for kind in kinds}
-        found = {kind: _root(one, n_curve, n_classes) for kind, one in wanted.items()}
+        found = {kind: _root(one) for kind, one in wanted.items()}
         roots: dict[str, Preconditioner] = {kind: one for kind, one in found.items() if one is not None}
         if len(roots) == len(kinds):
             return roots
     return {kind: _scales(rows, map, hessian, kind) for kind in kinds}
 
 
-def _root(hessian: Tensor, n_curve: int, n_classes: int) -> Root | None:
+def _root(hessian: Tensor) -> Root | None:
     """The root of the Hessian; None if rounding made the Hessian indefinite."""
     factor, failed = torch.linalg.cholesky_ex(hessian)
     if bool(failed):
         return None
     one = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     transposed = torch.linalg.solve_triangular(factor, one, upper=False)
-    return Root(transposed.T.contiguous(), transposed, n_curve, n_classes)
+    return Root(transposed.T.contiguous(), transposed)
 
 
 def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
@@ -127,32 +153,25 @@ def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
             curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
     curvature, of_one = rows.source.add_up(curvature), rows.source.add_up(of_one)
     of_weight, of_bias = strengths(rows, curvature)
-    return Scales(root, (curvature + 2 * of_weight).rsqrt(), (of_one + 2 * of_bias).rsqrt())
+    others = torch.cat([(curvature + 2 * of_weight).reshape(-1), of_one + 2 * of_bias]).rsqrt()
+    return Scales(root.to(device), others)
 
 
 def fit_linear(
-    rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE, pairs: Sequence[Pair] = ()
+    rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE, pairs: Pairs | None = None
 ) -> Fit:
     """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has weight and bias.
 
     ``pairs`` are the curvature pairs of a fit with the same preconditioner to nearly the same rows.
     """
-    assert start.weight is not None and start.bias is not None
-    blocks = None if start.weight.dim() == 1 else blocks_in_memory(rows)
-    penalties = strengths(rows, start.weight)
-    size = len(start.curve) + start.weight.numel() + rows.n_classes
+    objective = LinearObjective(rows, start)
+    origin = objective.point(start)
 
-    def at(point: Tensor) -> Map:
-        assert start.weight is not None and start.bias is not None
-        step = scales.step(point)
-        assert step.weight is not None and step.bias is not None
-        return Map(start.curve + step.curve, start.weight + step.weight, start.bias + step.bias)
-
-    def objective(point: Tensor) -> tuple[float, Tensor]:
-        value, slopes = linear_gradient(rows, at(point), blocks, penalties)
+    def scaled(point: Tensor) -> tuple[float, Tensor]:
+        value, slopes = objective(origin + scales.step(point))
         return value, scales.gradient(slopes)
 
-    zero = torch.zeros(size, dtype=torch.float64, device=rows.device)
     norm, done = (2.0, _OF_LENGTH * done) if isinstance(scales, Root) else (torch.inf, done)
-    found = minimise(objective, zero, done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm)
-    return Fit(at(found.point), found.value, found.evaluations, found.converged, pairs=found.pairs)
+    found = minimise(scaled, torch.zeros_like(origin), done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm)
+    optimum = objective.map(origin + scales.step(found.point))
+    return Fit(optimum, found.value, found.evaluations, found.converged, pairs=found.pairs)

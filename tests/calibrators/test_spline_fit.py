@@ -16,8 +16,8 @@ from focalkern.calibrators._spline_curvature import linear_hessian, of_vector
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import find_knots, robust_temperature
-from focalkern.calibrators._spline_fit import Map, curve_derivatives, fit_curve, linear_gradient
-from focalkern.calibrators._spline_linear import fit_linear
+from focalkern.calibrators._spline_fit import Map, curve_derivatives, fit_curve
+from focalkern.calibrators._spline_linear import LinearObjective, fit_linear
 from focalkern.calibrators._spline_order import keeps_order, order_conditions
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.fallback import spline_sums
@@ -244,10 +244,11 @@ def test_gradient_and_hessian_are_those_of_the_definition(n_classes, case):
         )
         assert found.hessian.numpy() == pytest.approx(hessian.numpy(), rel=1e-8, abs=1e-9)
         if shape is not None:
-            value, gradient = linear_gradient(rows, map)
+            of_all = LinearObjective(rows, map)
+            value, gradient = of_all(of_all.point(map))
             assert value == pytest.approx(found.value, rel=1e-12)
-            for ours, theirs in zip((gradient.curve, gradient.weight, gradient.bias), slopes, strict=True):
-                assert ours.numpy() == pytest.approx(theirs.numpy(), rel=1e-8, abs=1e-10)
+            expected = torch.cat([one.reshape(-1) for one in slopes])
+            assert gradient.numpy() == pytest.approx(expected.numpy(), rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("n_classes", [2, 3, 5])
@@ -260,9 +261,8 @@ def test_the_hessian_in_all_parameters_is_that_of_the_definition(n_classes, case
     for member, n_own in (("vector", 2), ("matrix", n_classes + 1)):
 
         def value(point, n_own=n_own):
-            of_classes = point[n_curve:].reshape(n_classes, n_own)
-            weight = of_classes[:, 0] if n_own == 2 else of_classes[:, :-1]
-            return objective(rows, Map(point[:n_curve], weight, of_classes[:, -1]), logits, kind)
+            curve, weight, bias = point.split([n_curve, n_classes * (n_own - 1), n_classes])
+            return objective(rows, Map(curve, weight.reshape(n_classes, n_own - 1).squeeze(1), bias), logits, kind)
 
         start = torch.cat([free.map.curve, torch.zeros(n_classes * n_own, dtype=torch.float64)])
         expected = torch.autograd.functional.hessian(value, start)
