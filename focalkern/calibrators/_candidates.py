@@ -164,18 +164,14 @@ def fit_one(candidate: Any, input: Tensor, labels: Tensor, near: Any = None, wei
     return fresh
 
 
-def fit_to_source(candidate: Any, source: RowSource, counts: Tensor, near: Any = None) -> Any:
+def fit_to_source(candidate: Any, source: RowSource, counts: Tensor) -> Any:
     """A fitted copy of a robust temperature scaling or a spline scaling, without warnings.
 
     Args:
         source: checked rows.
         counts: [C], rows per class.
-        near: as :func:`fit_one`, of a robust temperature scaling.
     """
     fresh = copy.deepcopy(candidate)
-    fresh._check_parameters()
-    if near is not None:
-        fresh._near = near.temperature_
     fresh._become(fresh._fit_source(source), Layout(source.n_classes), n_samples=source.n_rows)
     fresh.warnings_ = tuple(fresh._warnings_of(counts))
     return fresh

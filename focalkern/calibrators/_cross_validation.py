@@ -12,8 +12,8 @@ from focalkern._types import InputKind, Proper
 from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import fold_of
-from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
-from focalkern.calibrators._row_source import RowSource, rows_of
+from focalkern.calibrators._robust_temperature import RobustTemperatureScaling, floored_map
+from focalkern.calibrators._row_source import RowSource, class_counts, rows_of
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_features import masks_zeros
@@ -22,7 +22,7 @@ from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = [
     "ZEROS",
-    "SplinesByPenalty",
+    "FoldFits",
     "cross_validate",
     "losses_of",
     "zeros_are_possible",
@@ -30,11 +30,10 @@ __all__ = [
 
 
 def losses_of(log_probs: Tensor, labels: Tensor, criterion: Proper) -> Tensor:
-    """[N] float64: the loss of every sample."""
+    """[2, N] float64: the loss of every sample, and its Brier score."""
     of_target = log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
-    if criterion == "nll":
-        return -of_target
-    return log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
+    brier = log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
+    return torch.stack([-of_target if criterion == "nll" else brier, brier])
 
 
 def cross_validate(
@@ -55,46 +54,40 @@ def cross_validate(
         candidates: result of :func:`as_candidates`.
         weight: [N] float64 > 0, for the fits and the mean losses; None for equal weights.
     """
-    rows = len(labels)
+    rows, device = len(labels), input.device
     folds = min(folds, rows)
     fold = fold_of(torch.arange(rows), rows, folds, seed)
     folds = folds if folds > 1 else 0
-    on_device, counts = fold.to(input.device), torch.bincount(labels, minlength=input.shape[1])
+    on_device = fold.to(device)
     source = rows_of(FitData(input, labels, weight))
-    order, sizes = fold.argsort(stable=True), torch.bincount(fold, minlength=folds).tolist()
-    of_folds = [(places, input[places], labels[places]) for places in order.to(input.device).split(sizes)]
-    splines = SplinesByPenalty(source, candidates, lambda number: on_device[number], folds, counts)
-    entries, losses, briers = [], [], []
+    order, sizes = fold.argsort(stable=True).to(device), torch.bincount(fold, minlength=folds).tolist()
+    of_folds = [(input[places], labels[places]) for places in order.split(sizes)]
+    fits = FoldFits(source, candidates, lambda number: on_device[number], folds)
+    entries, losses = [], []
     for name, candidate in candidates.items():
-        loss, brier = torch.full((2, rows), math.nan, dtype=torch.float64, device=input.device)
+        loss = torch.full((2, rows), math.nan, dtype=torch.float64, device=device)
         excluded, fitted = "", None
         stopped: tuple[str, ...] = ()
         try:
-            excluded = splines.why_not(candidate)
+            excluded = fits.why_not(candidate)
             if name == "none":  # which has nothing to fit
-                fitted, *of_none = _without_calibration(input, labels, candidate.input_kind, criterion, weight)
-                loss, brier = of_none if folds else (loss, brier)
-            else:
-                fitted = (
-                    None if excluded else splines.fitted(candidate) or fit_one(candidate, input, labels, None, weight)
-                )
-            if isinstance(fitted, RobustTemperatureScaling):
-                splines.temperatures[fitted.input_kind] = fitted.temperature_
-            for k in range(0 if excluded or name == "none" else folds):
-                places, held_out, truth = of_folds[k]
-                if isinstance(candidate, SplineScaling):
-                    log_probs = splines.held_out(candidate, k)(held_out.to(torch.float64))
-                elif isinstance(candidate, RobustTemperatureScaling):
-                    others = source.select(lambda number, k=k: on_device[number] != k)  # type: ignore[misc]
-                    log_probs = log_proba(fit_to_source(candidate, others, counts, fitted), held_out)
+                fitted, of_none = _without_calibration(input, labels, candidate.input_kind, criterion, weight)
+                loss = of_none if folds else loss
+            elif not excluded:
+                fitted = fits.fitted(candidate) or fit_one(candidate, input, labels, None, weight)
+            found = []
+            for k, (held_out, truth) in enumerate(of_folds if folds and name != "none" and not excluded else ()):
+                if fits.takes(candidate):
+                    log_probs = fits.held_out(candidate, k)(held_out.to(torch.float64))
                 else:
                     kept = on_device != k
                     of_fit = None if weight is None else weight[kept]
                     part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
                     stopped = stopped or getattr(part, "at_border_", ())
                     log_probs = log_proba(part, held_out)
-                loss[places] = losses_of(log_probs, truth, criterion)
-                brier[places] = losses_of(log_probs, truth, "brier")
+                found.append(losses_of(log_probs, truth, criterion))
+            if found:
+                loss[:, order] = torch.cat(found, 1)
         # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
         except Exception as error:
             if name == "none":
@@ -108,28 +101,26 @@ def cross_validate(
             excluded = excluded or f"has its optimum at a bound of the search in a fold: {' and '.join(stopped)}"
         elif name == "none" and len(candidates) > 1 and zeros_are_possible(source, candidate.input_kind):
             excluded = ZEROS
-        loss, brier = loss.cpu(), brier.cpu()
-        mean = loss.mean() if weight is None else (loss * weight.cpu()).sum() / weight.cpu().sum()
+        loss = loss.cpu()
+        mean = loss[0].mean() if weight is None else (loss[0] * weight.cpu()).sum() / weight.cpu().sum()
         keeps = keeps_predictions(candidate)
         entries.append(CandidateScore(name, fitted, float(mean), excluded=excluded, keeps_predictions=keeps))
         losses.append(loss)
-        briers.append(brier)
-    found = decide(entries, torch.stack(losses), criterion=criterion, folds=folds, weight=weight)
-    difference = (briers[found.chosen] - briers[0]).unsqueeze(0)
+    decided = decide(entries, torch.stack([one[0] for one in losses]), criterion=criterion, folds=folds, weight=weight)
+    difference = (losses[decided.chosen] - losses[0])[1:]
     pairs = weighted_pairs(difference, torch.ones(rows, dtype=torch.float64) if weight is None else weight.cpu())
-    return replace(found, brier=pairs(0, None)) if folds else found
+    return replace(decided, brier=pairs(0, None)) if folds else decided
 
 
 def _without_calibration(
     input: Tensor, labels: Tensor, input_kind: InputKind, criterion: Proper, weight: Tensor | None
-) -> tuple[Any, Tensor, Tensor]:
-    """No calibration as a fitted calibrator, and the losses [N] and Brier scores [N] of all rows."""
+) -> tuple[Any, Tensor]:
+    """No calibration as a fitted calibrator, and the losses and Brier scores [2, N] of all rows."""
     log_probs = focal_calibration_map(input.to(torch.float64), 0.0, 1.0, input_kind=input_kind, log=True)
-    brier = losses_of(log_probs, labels, "brier")
-    loss = brier if criterion == "brier" else losses_of(log_probs, labels, criterion)
-    mean = brier.mean() if weight is None else (brier * weight).sum() / weight.sum()
+    losses = losses_of(log_probs, labels, criterion)
+    mean = losses[1].mean() if weight is None else (losses[1] * weight).sum() / weight.sum()
     rows, n_classes = input.shape
-    return fitted_identity(input_kind, float(mean), n_samples=rows, n_classes=n_classes), loss, brier
+    return fitted_identity(input_kind, float(mean), n_samples=rows, n_classes=n_classes), losses
 
 
 ZEROS = "gives probability 0 to classes that occur in other rows"
@@ -146,10 +137,11 @@ def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
     return bool(((zeros > 0) & (zeros < source.n_rows)).any())
 
 
-class SplinesByPenalty:
-    """The spline scalings among the candidates. Those with the same penalty are fitted together at the first request.
+class FoldFits:
+    """Robust temperature scaling and spline scalings, fitted to all rows and without each fold.
 
-    ``temperatures`` holds, by kind of input, the robust temperature of all rows if another candidate has fitted it.
+    The spline scalings with one penalty are fitted together at the first request. Each kind of input has one robust
+    temperature of all rows, from which the fits of the folds and of the splines start.
     """
 
     def __init__(
@@ -158,16 +150,16 @@ class SplinesByPenalty:
         candidates: Mapping[str, Any],
         fold_of: FoldOf,
         folds: int,
-        class_counts: Tensor,
         why_not_matrix: str = "",
     ) -> None:
-        self._source, self._fold_of, self._folds, self._class_counts = source, fold_of, folds, class_counts
+        self._source, self._fold_of, self._folds, self._class_counts = source, fold_of, folds, class_counts(source)
         self._why_not_matrix = why_not_matrix
-        self._candidates = [
-            one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)
-        ]
+        self._splines = [one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)]
         self._fits: dict[tuple[float, str], SplineFolds] = {}
-        self.temperatures: dict[str, float] = {}
+        self._temperatures: dict[str, float] = {}
+
+    def takes(self, candidate: Any) -> bool:
+        return isinstance(candidate, SplineScaling | RobustTemperatureScaling)
 
     def why_not(self, candidate: Any) -> str:
         if not isinstance(candidate, SplineScaling):
@@ -176,17 +168,29 @@ class SplinesByPenalty:
         found = why_not(candidate, source.weight_sum, source.n_rows, source.n_classes)
         return found or (self._why_not_matrix if candidate.kind == "matrix" else "")
 
-    def fitted(self, candidate: Any) -> SplineScaling | None:
-        """The candidate fitted to all rows; None if it is not a spline scaling."""
-        if not isinstance(candidate, SplineScaling):
+    def fitted(self, candidate: Any) -> Any:
+        """The candidate fitted to all rows; None if it is of another class."""
+        if not self.takes(candidate):
             return None
         candidate._check_parameters()
-        key = (float(candidate.penalty), candidate.input_kind)
+        kind = candidate.input_kind
+        if isinstance(candidate, RobustTemperatureScaling):
+            found = fit_to_source(candidate, self._source, self._class_counts)
+            self._temperatures[kind] = found.temperature_
+            return found
+        key = (float(candidate.penalty), kind)
         if key not in self._fits:
-            alike = [one for one in self._candidates if (float(one.penalty), one.input_kind) == key]
-            of_all = self.temperatures.get(candidate.input_kind)
-            self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds, of_all)
+            alike = [one for one in self._splines if (float(one.penalty), one.input_kind) == key]
+            parts = (self._without(k) for k in range(self._folds))
+            self._fits[key] = SplineFolds(self._source, alike, parts, self._temperatures.get(kind))
         return self._fits[key].fitted(candidate, self._class_counts)
 
-    def held_out(self, candidate: SplineScaling, k: int) -> Predict:
-        return self._fits[float(candidate.penalty), candidate.input_kind].held_out(candidate, k)
+    def held_out(self, candidate: Any, k: int) -> Predict:
+        """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""
+        kind = candidate.input_kind
+        if isinstance(candidate, RobustTemperatureScaling):
+            return floored_map(self._without(k), kind, self._temperatures[kind])
+        return self._fits[float(candidate.penalty), kind].held_out(candidate, k)
+
+    def _without(self, k: int) -> RowSource:
+        return self._source.select(lambda number: self._fold_of(number) != k)

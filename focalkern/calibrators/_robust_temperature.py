@@ -1,6 +1,6 @@
 """Temperature scaling with a floor and a prior, which is finite on any rows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from focalkern.calibrators._spline_features import (
 from focalkern.calibrators._spline_module import FlooredLogProbs, MapArguments
 from focalkern.ops.spline_map import map_by_pieces
 
-__all__ = ["RobustTemperatureScaling"]
+__all__ = ["RobustTemperatureScaling", "floored_map"]
 
 
 class RobustTemperatureScaling(FitsBatches):
@@ -68,9 +68,6 @@ class RobustTemperatureScaling(FitsBatches):
     masks_: bool
     best_value_: float
 
-    # Start of the search in place of a grid.
-    _near: float | None = None
-
     def __init__(self, *, input_kind: InputKind = LOGITS) -> None:
         self.input_kind = input_kind
 
@@ -87,7 +84,7 @@ class RobustTemperatureScaling(FitsBatches):
 
     def _fit_source(self, source: RowSource) -> dict[str, Any]:
         floor = floor_of(source.weight_sum)
-        temperature = robust_temperature(source, self.input_kind, logit_scale(source, self.input_kind), self._near)
+        temperature = robust_temperature(source, self.input_kind, logit_scale(source, self.input_kind))
         beta = torch.tensor([1 / temperature], dtype=torch.float64)
         return {
             "temperature_": temperature,
@@ -108,6 +105,14 @@ class RobustTemperatureScaling(FitsBatches):
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
         return {**temperature_from_json(document), "best_value_": as_number("best_value", fit["best_value"])}
+
+
+def floored_map(source: RowSource, input_kind: InputKind, near: float) -> Callable[[Tensor], Tensor]:
+    """The map fitted to ``source``, from T of nearly the same rows: input [n, C] to log-probabilities of its dtype."""
+    temperature = robust_temperature(source, input_kind, logit_scale(source, input_kind), near)
+    masks = masks_zeros(source, input_kind)
+    arguments = FlooredLogProbs(temperature, floor_of(source.weight_sum), input_kind, masks=masks).arguments()
+    return lambda input: map_by_pieces(input, *arguments, log=True)
 
 
 def temperature_from_json(document: Mapping[str, Any]) -> dict[str, Any]:

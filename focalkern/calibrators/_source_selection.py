@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from focalkern._types import Proper
-from focalkern.calibrators._candidates import fit_to_source, keeps_predictions, log_proba
-from focalkern.calibrators._cross_validation import ZEROS, SplinesByPenalty, losses_of, zeros_are_possible
-from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
-from focalkern.calibrators._row_source import MemoryRows, RowSource, class_counts
+from focalkern.calibrators._candidates import keeps_predictions, log_proba
+from focalkern.calibrators._cross_validation import ZEROS, FoldFits, losses_of, zeros_are_possible
+from focalkern.calibrators._row_source import MemoryRows, RowSource
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide_from_sums
-from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_folds import FoldOf, Predict
 
 __all__ = ["FoldedFit", "HeldOut", "cross_validate_source", "fit_in_folds", "held_out"]
@@ -42,26 +40,17 @@ def fit_in_folds(
 
     A spline matrix needs all rows in memory, because its fit takes many passes.
     """
-    counts = class_counts(source)
     no_matrix = "" if isinstance(source, MemoryRows) else "needs all rows in memory"
-    splines = SplinesByPenalty(source, candidates, fold_of, folds, counts, no_matrix)
+    fits = FoldFits(source, candidates, fold_of, folds, no_matrix)
     found: dict[str, FoldedFit] = {}
     others = []
     for name, candidate in candidates.items():
-        if isinstance(candidate, SplineScaling):
-            why_not = splines.why_not(candidate)
-            if why_not:
-                found[name] = FoldedFit(None, excluded=why_not)
-                continue
-            fitted = splines.fitted(candidate)
-            found[name] = FoldedFit(fitted, tuple(splines.held_out(candidate, k) for k in range(folds)))
-        elif isinstance(candidate, RobustTemperatureScaling):
-            of_all = fit_to_source(candidate, source, counts)
-            parts = []
-            for k in range(folds):
-                kept = source.select(lambda number, k=k: fold_of(number) != k)  # type: ignore[misc]
-                parts.append(fit_to_source(candidate, kept, counts, of_all))
-            found[name] = FoldedFit(of_all, tuple(one.predict_log_proba for one in parts))
+        excluded = fits.why_not(candidate)
+        if excluded:
+            found[name] = FoldedFit(None, excluded=excluded)
+        elif fits.takes(candidate):
+            fitted = fits.fitted(candidate)
+            found[name] = FoldedFit(fitted, tuple(fits.held_out(candidate, k) for k in range(folds)))
         else:
             others.append(name)
     return found, others
@@ -107,8 +96,8 @@ def held_out(
                     continue
                 wide = rows.input.to(torch.float64)
                 log_probs = [torch.as_tensor(of_candidate[k](wide)) for of_candidate in predict]
-                loss = torch.stack([losses_of(one, rows.target, criterion) for one in log_probs]).cpu()
-                score = torch.stack([losses_of(one, rows.target, "brier") for one in log_probs]).cpu()
+                both = [losses_of(one, rows.target, criterion) for one in log_probs]
+                loss, score = torch.stack(both, 1).cpu()
                 difference = loss - loss[finite]
                 losses += loss.sum(1)
                 sums += difference.sum(1)

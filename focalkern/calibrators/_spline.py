@@ -17,7 +17,7 @@ from focalkern.calibrators._robust_temperature import temperature_from_json
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS
-from focalkern.calibrators._spline_fit import Fit, curve_derivatives
+from focalkern.calibrators._spline_fit import Fit, curve_derivatives, predictor
 from focalkern.calibrators._spline_linear import LBFGS_STEPS
 from focalkern.calibrators._spline_module import MapArguments, SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
@@ -147,9 +147,8 @@ class SplineScaling(FitsBatches):
     def _keeps_predictions(self) -> bool:
         return self.kind == "scalar" and self.keep_order is not False
 
-    def _module(self, fitted: Mapping[str, Any] | None = None, *, one_logit: bool = False) -> SplineLogProbs:
-        """The module of the attributes in ``fitted``; None uses those of the calibrator."""
-        of = vars(self) if fitted is None else fitted
+    def _module(self, *, one_logit: bool = False) -> SplineLogProbs:
+        of = vars(self)
         names = ("knots_", "values_", "weight_", "bias_")
         knots, values, weight, bias = (None if of[name] is None else torch.from_numpy(of[name]) for name in names)
         assert knots is not None and values is not None
@@ -204,10 +203,10 @@ class SplineScaling(FitsBatches):
         }
         changed = torch.zeros(1, dtype=torch.float64)
         if not self._keeps_predictions():
-            module = self._module(fitted).to(rows.device)
+            predict = predictor(rows, map)
             for part in rows.source.parts():
                 for block in part.blocks():
-                    changed += (module(block.input).argmax(-1) != block.input.argmax(-1)).sum().cpu()
+                    changed += (predict(block.input).argmax(-1) != block.input.argmax(-1)).sum().cpu()
         return {**fitted, "n_changed_": int(rows.source.add_up(changed))}
 
     def _warnings_of(self, class_counts: Tensor) -> list[str]:

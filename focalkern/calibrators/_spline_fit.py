@@ -1,6 +1,6 @@
 """The objective of spline scaling with its derivatives, and Newton steps for the curve."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,17 +10,20 @@ from torch import Tensor
 from focalkern.calibrators._lbfgs import Pairs
 from focalkern.calibrators._row_source import MemoryRows
 from focalkern.calibrators._spline_rows import SplineRows
+from focalkern.ops.spline_map import map_by_pieces
 from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = [
     "Derivatives",
     "Fit",
     "Map",
+    "Predict",
     "arguments",
     "blocks_in_memory",
     "curve_derivatives",
     "fit_curve",
     "parts_of",
+    "predictor",
     "strengths",
 ]
 
@@ -33,6 +36,9 @@ NEWTON_DONE_IN_A_FOLD = 1e-7
 
 # Largest number of values of x that a fit keeps in memory between evaluations.
 _KEPT = 1 << 24
+
+Predict = Callable[[Tensor], Tensor]
+"""Maps input [n, C] to log-probabilities of its dtype."""
 
 Block = tuple[MemoryRows, Tensor]
 """Rows and their x [n, C]."""
@@ -134,6 +140,18 @@ def arguments(rows: SplineRows, part: MemoryRows, map: Map, extra: Tensor | None
     curve = (spline.knots, spline.basis, float(map.curve[0]), map.curve[1:])
     of_rows = (part.input, part.target, part.weight, rows.temperature, rows.floor)
     return (*of_rows, *curve, vector, map.bias, extra, is_probs, rows.masks)
+
+
+def predictor(rows: SplineRows, map: Map) -> Predict:
+    """The map as a function, without the correction of rounding that keeps the order of nearly equal classes."""
+    parameters = torch.tensor([1 + float(map.curve[0]), rows.temperature, rows.floor], dtype=torch.float64)
+    knots, coefficients = rows.spline.knots.to(rows.device), rows.spline.coefficients(map.curve[1:]).to(rows.device)
+
+    def predict(input: Tensor) -> Tensor:
+        of_curve = (parameters, knots, coefficients, map.weight, map.bias)
+        return map_by_pieces(input, *of_curve, rows.input_kind == "probs", rows.masks, keep_order=False, log=True)
+
+    return predict
 
 
 def strengths(rows: SplineRows, weight: Tensor) -> tuple[Tensor, float]:

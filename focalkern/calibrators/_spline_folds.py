@@ -1,25 +1,21 @@
 """Cross-validation of spline scalings with shared features, each fitted to all rows and without each fold."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._spline import SplineScaling
-from focalkern.calibrators._spline_family import Family, fit_family
+from focalkern.calibrators._spline_family import fit_family
+from focalkern.calibrators._spline_fit import Predict, predictor
 from focalkern.calibrators._spline_rows import SplineRows
-from focalkern.ops.spline_map import map_by_pieces
 
 __all__ = ["FoldOf", "Predict", "SplineFolds", "why_not"]
 
 FoldOf = Callable[[Tensor], Tensor]
 """Maps row indices to folds."""
-
-Predict = Callable[[Tensor], Tensor]
-"""Maps input [n, C] float64 to log-probabilities."""
 
 # Bound of N C^2: with a larger value, the fit of a matrix takes minutes.
 _MOST_OF_A_MATRIX = 5e9
@@ -47,8 +43,7 @@ class SplineFolds:
     Args:
         source: all rows.
         candidates: spline scalings with one ``penalty`` and one ``input_kind``.
-        fold_of: maps row indices to folds.
-        folds: number of folds; 0 for no cross-validation.
+        parts: for each fold, the rows outside it.
         temperature: result of :func:`robust_temperature` of all rows, if known.
     """
 
@@ -56,18 +51,14 @@ class SplineFolds:
         self,
         source: RowSource,
         candidates: Sequence[SplineScaling],
-        fold_of: FoldOf,
-        folds: int,
+        parts: Iterable[RowSource],
         temperature: float | None = None,
     ) -> None:
         first = candidates[0]
         members = {candidate._member() for candidate in candidates}
         self._all = SplineRows.of(source, first.input_kind, float(first.penalty), temperature)
         self._family = fit_family(self._all, members)
-        self._parts: list[Family] = []
-        for k in range(folds):
-            kept = source.select(lambda number, k=k: fold_of(number) != k)  # type: ignore[misc]
-            self._parts.append(fit_family(self._all.on(kept), members, self._family))
+        self._parts = [fit_family(self._all.on(part), members, self._family) for part in parts]
 
     def fitted(self, candidate: SplineScaling, class_counts: Tensor) -> SplineScaling:
         """A copy of the candidate fitted to all rows; ``class_counts`` [C] is the number of rows per class."""
@@ -80,16 +71,4 @@ class SplineFolds:
 
     def held_out(self, candidate: SplineScaling, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""
-        map, rows = self._parts[k][candidate._member()].map, self._all
-        parameters = torch.tensor([1 + float(map.curve[0]), rows.temperature, rows.floor], dtype=torch.float64)
-        # The computation of SplineLogProbs with the knots that all folds share.
-        of_curve = (rows.spline.knots, rows.spline.coefficients(map.curve[1:]))
-        knots, coefficients = (one.to(rows.device) for one in of_curve)
-        is_probs = candidate.input_kind == "probs"
-        keep_zeros = rows.masks and not is_probs
-
-        def predict(input: Tensor) -> Tensor:
-            arguments = (input, parameters, knots, coefficients, map.weight, map.bias, is_probs, keep_zeros)
-            return map_by_pieces(*arguments, keep_order=False, log=True)
-
-        return predict
+        return predictor(self._all, self._parts[k][candidate._member()].map)

@@ -128,12 +128,12 @@ def test_losses_are_those_of_fits_that_did_not_see_the_row(sharp, criterion):
     for k in range(4):
         scaling = RobustTemperatureScaling() if criterion == "nll" else TemperatureScaling(criterion=criterion)
         part = log_proba(scaling.fit(logits[fold != k], labels[fold != k]), logits[fold == k])
-        total += float(losses_of(part, labels[fold == k], criterion).sum())
-        brier += float(losses_of(part, labels[fold == k], "brier").sum())
+        of_fold = losses_of(part, labels[fold == k], criterion).sum(1).tolist()
+        total, brier = total + of_fold[0], brier + of_fold[1]
     assert found.entries[1].loss == pytest.approx(total / len(labels), rel=1e-9)
     assert found.winner.name == "temperature" and found.folds == 4
     assert [row["name"] for row in found.table()] == ["none", "temperature"]
-    none = float(losses_of(logits.double().log_softmax(-1), labels, "brier").sum())
+    none = float(losses_of(logits.double().log_softmax(-1), labels, "brier")[1].sum())
     assert found.brier[0] == pytest.approx((brier - none) / len(labels), rel=1e-6)
 
 
@@ -152,7 +152,7 @@ def test_splines_are_those_of_fits_that_did_not_see_the_row(weighted):
         for k in range(5):
             kept = fold != k
             part = copy.deepcopy(alone).fit(logits[kept], labels[kept], None if weight is None else weight[kept])
-            loss[~kept] = losses_of(log_proba(part, logits[~kept]), labels[~kept], "nll")
+            loss[~kept] = losses_of(log_proba(part, logits[~kept]), labels[~kept], "nll")[0]
         mean = loss.mean() if weight is None else (loss * weight).sum() / weight.sum()
         assert entry.loss == pytest.approx(float(mean), abs=1e-3)
     keeping = as_candidates(None, "nll", "logits", keep_predictions=True)
@@ -192,7 +192,7 @@ def test_a_candidate_without_an_optimum_outside_of_a_fold_is_not_chosen():
 
 def test_brier_is_the_brier_score(sharp):
     logits, labels = sharp
-    found = losses_of(logits.double().log_softmax(-1), labels, "brier").mean()
+    found = losses_of(logits.double().log_softmax(-1), labels, "brier")[1].mean()
     assert float(found) == pytest.approx(float(fk.metrics.brier_score(logits.double().softmax(-1), labels)))
 
 
