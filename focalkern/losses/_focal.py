@@ -1,7 +1,6 @@
 """Losses that call the fused focal loss with their own gamma."""
 
 import math
-from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -19,9 +18,6 @@ from focalkern.ops.softmax_losses import poly_focal_loss
 class FocalFamily(Loss):
     """Base of the losses that are a function of logits, target and their own gamma."""
 
-    # The function of the loss, and the attributes passed to it besides gamma and the options of cross-entropy.
-    _function: Callable[..., Tensor] = staticmethod(focal_loss)
-    _arguments: tuple[str, ...] = ("detach_modulation", "modulation")
     # Options of FocalLoss and LinearFocalLoss only.
     z_loss: float = 0.0
     return_stats: bool = False
@@ -47,7 +43,8 @@ class FocalFamily(Loss):
 
     def _table(self) -> GammaTable:
         """The table in the module's buffers. Reading ``_buffers`` directly saves a microsecond of attribute look-up."""
-        edges, gammas = (self._buffers[name] for name in self._exact_buffers)
+        first, second = self._exact_buffers
+        edges, gammas = self._buffers[first], self._buffers[second]
         assert edges is not None and gammas is not None
         return GammaTable._unchecked(edges, gammas)
 
@@ -79,16 +76,21 @@ class FocalFamily(Loss):
         gamma = self._gamma()
         if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
             gamma = self._table_beside(input, gamma)
-        return self._function(
+        return self._loss(input, target, gamma)
+
+    def _loss(self, input: Tensor, target: Tensor, gamma: float | Tensor | GammaTable) -> Any:
+        return focal_loss(
             input,
             target,
             gamma,
-            weight=self.weight,
+            weight=self._buffers["weight"],
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            **{name: getattr(self, name) for name in self._arguments},
-            **self._extras(),
+            detach_modulation=self.detach_modulation,
+            modulation=self.modulation,
+            z_loss=self.z_loss,
+            return_stats=self.return_stats,
         )
 
     def extra_repr(self) -> str:
@@ -367,8 +369,6 @@ class PolyFocalLoss(FocalLoss):
         tensor(0.5663)
     """
 
-    _function = staticmethod(poly_focal_loss)
-    _arguments = ("epsilon",)
     _gamma_may_be_negative = False
 
     def __init__(
@@ -383,6 +383,18 @@ class PolyFocalLoss(FocalLoss):
     ) -> None:
         super().__init__(gamma, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.epsilon = number("PolyFocalLoss", "epsilon", epsilon)
+
+    def _loss(self, input: Tensor, target: Tensor, gamma: float | Tensor | GammaTable) -> Tensor:
+        return poly_focal_loss(
+            input,
+            target,
+            gamma,
+            self.epsilon,
+            weight=self._buffers["weight"],
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
 
     def _settings(self) -> dict[str, object]:
         return {**super()._settings(), "epsilon": self.epsilon}

@@ -212,7 +212,9 @@ def focal_loss(
         function = call_operator if dispatched else backend_for(input).focal_loss
     edges = None
     if isinstance(gamma, GammaTable):
-        edges, gamma = gamma.edges, gamma.gammas.detach()
+        edges, gamma = gamma.edges, gamma.gammas
+        if gamma.requires_grad:
+            gamma = gamma.detach()
     elif not compiling and (type(gamma) is not float or not STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
         gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value of gamma
     arguments = (gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)

@@ -73,7 +73,7 @@ def test_gammas_move_with_the_module_and_keep_their_precision(device):
 def test_a_schedule_goes_to_the_device_of_the_logits(make, monkeypatch):
     """Like nn.CrossEntropyLoss(), these losses have no argument that the user would have to move."""
     given = []
-    monkeypatch.setattr(make, "_function", staticmethod(lambda input, target, gamma, **_: given.append(gamma)))
+    monkeypatch.setattr(make, "_loss", lambda self, input, target, gamma: given.append(gamma))
     loss = make(weight=torch.ones(3))
     with FakeTensorMode(allow_non_fake_inputs=True):  # CUDA tensors without CUDA
         loss(torch.zeros(4, 3, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda"))
