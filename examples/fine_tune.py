@@ -2,9 +2,10 @@
 
     python examples/fine_tune.py --loss dft
 
-Copy the `with` block: `use_focal_loss` sets the loss of a model, for Trainer and for TRL's SFTTrainer, and restores the
-model's own loss at the end of the block. `CalibrationCallback` adds ECE, NLL and the best temperature to each
-evaluation. The model is tiny and starts from random weights: nothing is downloaded.
+Copy the `with` block: `use_focal_loss` sets the loss of a model, and restores the model's own loss at the end of the
+block. With TRL make the trainer first: `with use_focal_loss(trainer, gamma=1.0): trainer.train()`.
+`CalibrationCallback` adds ECE, NLL and the best temperature to each evaluation. The model is tiny and starts from
+random weights: nothing is downloaded.
 """
 
 import argparse

@@ -17,7 +17,7 @@ from focalkern.ops._row_loss import Modulation
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 
 try:
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError("focalkern.integrations.transformers needs transformers: pip install transformers") from error
 
@@ -44,7 +44,7 @@ def use_focal_loss(
     detach_modulation: bool = False,
     modulation: Modulation | None = None,
 ) -> contextlib.ExitStack:
-    r"""Train a transformers model with the focal loss: sets ``model.loss_function``.
+    r"""Train a transformers model, or TRL's ``SFTTrainer``, with the focal loss: sets ``model.loss_function``.
 
     .. math:: L = -\frac{1}{n} \sum_i (1 - p_i)^\gamma \log p_i
 
@@ -53,13 +53,17 @@ def use_focal_loss(
     (``config.problem_type="multi_label_classification"``) the loss is the sigmoid focal loss. Some models (BERT)
     compute their loss without ``loss_function``; then a forward hook replaces ``outputs.loss``.
 
+    TRL's ``SFTTrainer`` ignores the loss of its model: it takes log-probabilities from an output head of its own. Pass
+    the trainer in place of the model, also with PEFT. Its options, metrics and number of tokens are then TRL's.
+
     Args:
-        model: a model for causal or masked language modelling, or for the classification of rows or tokens.
+        model: a model for causal or masked language modelling, or for the classification of rows or tokens; or an
+            ``SFTTrainer`` (tested with TRL 1.16) with ``loss_type="nll"``, its default.
         gamma: as :class:`focalkern.FocalLoss`; 0 is cross-entropy. For several labels per row: a number >= 0.
         linear: fuse the output head with the loss (:func:`focalkern.linear_focal_loss`), for language models. In
             training mode with labels, the model then does not compute logits, and ``outputs.logits`` holds the
-            features. Evaluation and generation do not change.
-        label_smoothing: in [0, 1]; not for several labels per row.
+            features. Evaluation and generation do not change. Not for an ``SFTTrainer``, which fuses its own head.
+        label_smoothing: in [0, 1]; not for several labels per row, nor for an ``SFTTrainer``.
         detach_modulation: treat the factor as a constant in the gradient; not for several labels per row.
         modulation: None, or "confidence": p^gamma instead of (1 - p)^gamma; not for several labels per row. With
             ``gamma=1.0, detach_modulation=True`` it is TRL's ``loss_type="dft"``.
@@ -70,7 +74,8 @@ def use_focal_loss(
     Raises:
         TypeError: the model has no ``loss_function`` that can be set, or no output embeddings for ``linear``.
         ValueError: the model's loss is of another kind; an option outside its domain; ``linear`` for a model that
-            changes its logits after the head, or is not a language model.
+            changes its logits after the head, or is not a language model; an ``SFTTrainer`` with another loss. A
+            trainer of TRL that is given a model with this loss raises it at its first step.
 
     Source: Mukhoti et al. 2020 (arXiv 2002.09437).
 
@@ -85,19 +90,24 @@ def use_focal_loss(
     """
     op = "use_focal_loss"
     linear = flag(op, "linear", linear)
+    options: Any = {
+        "label_smoothing": label_smoothing,
+        "detach_modulation": detach_modulation,
+        "modulation": modulation,
+    }
+    if isinstance(model, Trainer):
+        return _use_in_sft_trainer(model, FocalLoss(gamma, reduction="none", **options), linear)
     if not hasattr(type(model), "loss_function"):
-        raise TypeError(f"{op}: model must be a transformers model with a loss_function, got {type(model).__name__}")
+        raise TypeError(
+            f"{op}: model must be a transformers model with a loss_function, or an SFTTrainer of TRL, got "
+            f"{type(model).__name__}"
+        )
     kind = getattr(model, "loss_type", None)
     if kind not in (*_NEXT_TOKEN, *_TOKEN, *_ROW):
         raise ValueError(
             f"{op}: model must be for one of {', '.join((*_NEXT_TOKEN, *_TOKEN, *_ROW))}, got {type(model).__name__} "
             f"with loss_type {kind!r}; use focal_loss in a training loop of your own"
         )
-    options: Any = {
-        "label_smoothing": label_smoothing,
-        "detach_modulation": detach_modulation,
-        "modulation": modulation,
-    }
     loss = FocalLoss(gamma, reduction="sum", **options)
     undo = contextlib.ExitStack()
     asks_for_its_loss = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
@@ -107,6 +117,7 @@ def use_focal_loss(
             "loss; use linear_focal_loss on its features"
         )
     features = _FeaturesInTraining(model, undo) if linear else None
+    undo.callback(model.register_forward_pre_hook(_refuse_fused_head, with_kwargs=True).remove)
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         logits, labels = _logits_and_labels(kind, args, kwargs)
@@ -147,6 +158,54 @@ def use_focal_loss(
 
         undo.callback(model.register_forward_hook(replaced, with_kwargs=True).remove)
     return undo
+
+
+def _use_in_sft_trainer(trainer: Any, loss: FocalLoss, linear: bool) -> contextlib.ExitStack:
+    """Makes TRL's trainer sum the focal losses of its log-probabilities, in place of the log-probabilities."""
+    op, args = "use_focal_loss", trainer.args
+    loss_type = getattr(args, "loss_type", None)
+    if loss_type != "nll" or trainer.compute_loss_func or args.label_smoothing_factor:
+        raise ValueError(
+            f"{op}: a trainer must be TRL's SFTTrainer with loss_type='nll', without compute_loss_func and "
+            f"label_smoothing_factor, got {type(trainer).__name__} with loss_type {loss_type!r}; for the "
+            "Trainer of transformers pass its model"
+        )
+    if linear or loss.label_smoothing:
+        raise ValueError(
+            f"{op}: an SFTTrainer takes neither linear=True, because TRL fuses the head itself, nor label_smoothing, "
+            "because TRL returns only the log-probability of the target; leave them out"
+        )
+    own = trainer.compute_loss
+
+    def focal(_model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if not kwargs.get("fused_lm_head"):
+            raise ValueError(f"{op}: this version of TRL uses the loss of the model; pass the model, not the trainer")
+        # As the first of two classes. The bound keeps the derivative of log(1 - p) finite where p rounds to 1.
+        log_p = output.log_probs.float().clamp(max=-(2.0**-24))
+        logits = torch.stack([log_p, torch.log(-torch.expm1(log_p))], -1)
+        target = torch.where(output.label_mask, 0, -100)
+        output["log_probs"] = -loss(logits.flatten(0, -2), target.flatten()).view_as(log_p)
+        return output
+
+    def compute_loss(model: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = model.register_forward_hook(focal, with_kwargs=True)
+        try:
+            return own(model, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    trainer.compute_loss = compute_loss
+    undo = contextlib.ExitStack()
+    undo.callback(delattr, trainer, "compute_loss")
+    return undo
+
+
+def _refuse_fused_head(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("fused_lm_head"):
+        raise ValueError(
+            "use_focal_loss: TRL's trainers do not use the loss of the model; pass the trainer in place of the model: "
+            "use_focal_loss(trainer, ...)"
+        )
 
 
 class _FeaturesInTraining:
