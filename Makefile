@@ -97,6 +97,8 @@ $(TORCH_STAMP): | $(BIN)/python
 
 $(INSTALL_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
 	$(PIP) install --no-build-isolation --editable '.[$(EXTRAS)]' $(TORCH)
+	@# TorchCP's dependency torchsort has no wheel, and its build fails where nvcc is without a GPU. No test needs it.
+	@case "$(EXTRAS)" in *peers*) $(PIP) install --no-deps torchcp ;; esac
 	@# PyPI's torchvision, a CUDA build, does not load beside a CPU build of torch, nor does any peer that imports it.
 	@case "$(EXTRAS)" in *peers*) $(BIN)/python -W ignore -c "import torchvision" 2> /dev/null || \
 	  echo "torchvision does not load beside this torch: outside of the tests, torchmetrics does not either. Remedy: make" \

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import assert_close
+from conftest import assert_close, peer
 
 import focalkern as fk
 
@@ -21,10 +21,8 @@ def torchcp(monkeypatch):
         monkeypatch.setitem(sys.modules, "torchsort", names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries that it imports
-        pytest.importorskip("torchcp", exc_type=ImportError)
-        return importlib.import_module("torchcp.classification.predictor"), importlib.import_module(
-            "torchcp.classification.score"
-        )
+        peer("torchcp")
+        return peer("torchcp.classification.predictor"), peer("torchcp.classification.score")
 
 
 def rows(network, n, generator):
