@@ -31,7 +31,7 @@ KNOT_GAP = 0.25
 _LOG_T = 6.0  # the search is for log T on [-6, 6]
 _GRID_STEP = 0.5
 _NEAR_STEP = 0.03  # from T of nearly the same rows
-_GRID_SIZE = 200_000
+_GRID_SIZE, _GRID_ROWS = 200_000, 1000  # numbers and rows of the grid, about
 _LOWEST = 1000.0  # a logit further below the maximum of its row counts as this far below
 
 _BINS_PER_UNIT, _HISTOGRAM_END = 64, 60
@@ -138,7 +138,7 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
     if near is not None:
         start, step = min(max(math.log(near / scale), -_LOG_T), _LOG_T), _NEAR_STEP
     else:
-        few = source.every(max(1, -(-source.n_rows * source.n_classes // _GRID_SIZE)))
+        few = source.every(max(1, -(-source.n_rows * source.n_classes // _GRID_SIZE), source.n_rows // _GRID_ROWS))
         grid = [-_LOG_T + _GRID_STEP * i for i in range(round(2 * _LOG_T / _GRID_STEP) + 1)]
         start = grid[int(objective(grid, few)[0].argmin())]
     return scale * math.exp(_root(lambda log_t: float(objective([log_t], source)[1]), start, step))

@@ -30,26 +30,23 @@ def order_conditions(spline: NaturalSpline, n_classes: int, points: int, mirrore
     """
     first, last = float(spline.knots[0]), float(spline.knots[-1])
     low = min(first - 3, -1.0)
-    rows, constants = [], []
+    rows = []
 
-    def differences(high: Tensor, below: Tensor) -> None:
-        softplus = torch.nn.functional.softplus
-        of_a = softplus(-below) - softplus(-high)  # -softplus(-u) is log q
-        rows.append(torch.cat([of_a.unsqueeze(1), spline.rows(high) - spline.rows(below)], 1))
-        constants.append((1 - _MARGIN) * of_a)
+    def of_score(u: Tensor) -> Tensor:
+        """h(u) as a row of factors of (a, f); that of a is also the constant."""
+        return torch.cat([-torch.nn.functional.softplus(-u).unsqueeze(1), spline.rows(u)], 1)
 
     if n_classes > 2:
-        left = torch.linspace(low, 0, points + 1, dtype=torch.float64)
-        differences(left[1:], left[:-1])
+        rows.append(of_score(torch.linspace(low, 0, points + 1, dtype=torch.float64)).diff(dim=0))
     right = torch.linspace(0, max(-low, last + 3, 1.0), mirrored + 1, dtype=torch.float64)[1:]
-    differences(right, -right)
+    rows.append(of_score(right) - of_score(-right))
     # Beyond the last points, the slopes of the linear tails decide.
     of_a = torch.ones(1, 1, dtype=torch.float64)
     start, end = spline.basis[0, 1:2], spline.basis[-1, 1:2]
     tails = torch.cat([torch.cat([of_a, start], 1), torch.cat([of_a, start + end], 1)])
     rows.append(tails if n_classes > 2 else tails[1:])
-    constants.append(torch.full((len(rows[-1]),), 1 - _MARGIN, dtype=torch.float64))
-    conditions, constant = torch.cat(rows), torch.cat(constants)
+    conditions = torch.cat(rows)
+    constant = (1 - _MARGIN) * conditions[:, 0]
     size = conditions.abs().sum(1)
     return conditions / size.unsqueeze(1), constant / size
 
