@@ -108,10 +108,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("calibration_grid_add_to", TORCH_BOX(&add_to));
 }
 
-FK_KERNELS_IMPL(CPU, m) { implement(m); }
-#ifdef FOCALKERN_WITH_CUDA
-FK_KERNELS_IMPL(CUDA, m) { implement(m); }
-#endif
+FK_KERNELS_IMPL_ALL(implement)
 
 }  // namespace
 }  // namespace focalkern::stable

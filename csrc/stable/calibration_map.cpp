@@ -114,13 +114,11 @@ void backward(const Tensor& grad, const Tensor& input, const OptionalTensor& gam
 FK_KERNELS_FRAGMENT(m) {
   m.def(
       "calibration_map_forward_out(Tensor input, Tensor? gamma, Tensor? temperature, Tensor(a!) output, float "
-      "gamma_value, "
-      "float temperature_value, int kind, bool log_output) -> int");
+      "gamma_value, float temperature_value, int kind, bool log_output) -> int");
   m.def(
       "calibration_map_backward_out(Tensor grad, Tensor input, Tensor? gamma, Tensor? temperature, Tensor(a!)? "
-      "grad_input, "
-      "Tensor(b!)? grad_gamma, Tensor(c!)? grad_temperature, float gamma_value, float temperature_value, int kind, "
-      "bool log_output) -> ()");
+      "grad_input, Tensor(b!)? grad_gamma, Tensor(c!)? grad_temperature, float gamma_value, float temperature_value, "
+      "int kind, bool log_output) -> ()");
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
@@ -128,10 +126,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("calibration_map_backward_out", TORCH_BOX(&backward));
 }
 
-FK_KERNELS_IMPL(CPU, m) { implement(m); }
-#ifdef FOCALKERN_WITH_CUDA
-FK_KERNELS_IMPL(CUDA, m) { implement(m); }
-#endif
+FK_KERNELS_IMPL_ALL(implement)
 
 }  // namespace
 }  // namespace focalkern::stable

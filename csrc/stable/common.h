@@ -26,6 +26,16 @@
 #define FK_KERNELS_FRAGMENT(m) FK_EXPANDED(STABLE_TORCH_LIBRARY_FRAGMENT, FK_KERNELS, m)
 #define FK_KERNELS_IMPL(key, m) FK_EXPANDED(STABLE_TORCH_LIBRARY_IMPL, FK_KERNELS, key, m)
 
+// Registers the functions of `implement` for the CPU, and for CUDA where the module has CUDA kernels.
+#ifdef FOCALKERN_WITH_CUDA
+#define FK_KERNELS_IMPL_ALL(implement)      \
+  FK_KERNELS_IMPL(CPU, m) { implement(m); } \
+  FK_KERNELS_IMPL(CUDA, m) { implement(m); }
+#else
+#define FK_KERNELS_IMPL_ALL(implement) \
+  FK_KERNELS_IMPL(CPU, m) { implement(m); }
+#endif
+
 namespace focalkern::stable {
 
 using torch::headeronly::ScalarType;

@@ -214,9 +214,8 @@ void backward(const Tensor& grad, const Tensor& input, const Tensor& target, con
 FK_KERNELS_FRAGMENT(m) {
   m.def(
       "row_loss_forward_out(Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, Tensor(a!) "
-      "saved, "
-      "Tensor(b!) loss, float gamma_value, int ignore_index, float label_smoothing, bool detach_modulation, int kind, "
-      "float epsilon, bool reduce, bool mean) -> int");
+      "saved, Tensor(b!) loss, float gamma_value, int ignore_index, float label_smoothing, bool detach_modulation, int "
+      "kind, float epsilon, bool reduce, bool mean) -> int");
   m.def(
       "row_loss_backward_out(Tensor grad, Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, "
       "Tensor saved, Tensor(a!)? grad_input, Tensor(b!)? grad_target, Tensor(c!)? grad_gamma, float gamma_value, int "
@@ -228,10 +227,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("row_loss_backward_out", TORCH_BOX(&backward));
 }
 
-FK_KERNELS_IMPL(CPU, m) { implement(m); }
-#ifdef FOCALKERN_WITH_CUDA
-FK_KERNELS_IMPL(CUDA, m) { implement(m); }
-#endif
+FK_KERNELS_IMPL_ALL(implement)
 
 }  // namespace
 }  // namespace focalkern::stable

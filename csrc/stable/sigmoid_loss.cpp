@@ -209,18 +209,15 @@ void backward(const Tensor& like, const Tensor& input, const Tensor& target, con
 FK_KERNELS_FRAGMENT(m) {
   m.def(
       "sigmoid_loss_forward_out(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? "
-      "weight, "
-      "Tensor? scores, Tensor(a!) loss, Tensor(b!) divisor, float gamma_value, float second_value, float weight_value, "
-      "int classes, "
-      "int "
-      "class_dim, bool has_alpha, int kind, float constant, int ignore_index, bool reduce, bool mean) -> bool");
+      "weight, Tensor? scores, Tensor(a!) loss, Tensor(b!) divisor, float gamma_value, float second_value, float "
+      "weight_value, int classes, int class_dim, bool has_alpha, int kind, float constant, int ignore_index, bool "
+      "reduce, bool mean) -> bool");
   m.def(
       "sigmoid_loss_backward_out(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? "
-      "weight, "
-      "Tensor? scores, Tensor? grad, Tensor? divisor, Tensor(a!)? grad_input, Tensor(b!)? grad_target, Tensor(c!)? "
-      "grad_gamma, "
-      "Tensor(d!)? grad_second, float gamma_value, float second_value, float weight_value, float grad_value, int "
-      "classes, int class_dim, bool has_alpha, int kind, float constant, int ignore_index) -> ()");
+      "weight, Tensor? scores, Tensor? grad, Tensor? divisor, Tensor(a!)? grad_input, Tensor(b!)? grad_target, "
+      "Tensor(c!)? grad_gamma, Tensor(d!)? grad_second, float gamma_value, float second_value, float weight_value, "
+      "float grad_value, int classes, int class_dim, bool has_alpha, int kind, float constant, int ignore_index) -> "
+      "()");
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
@@ -228,10 +225,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("sigmoid_loss_backward_out", TORCH_BOX(&backward));
 }
 
-FK_KERNELS_IMPL(CPU, m) { implement(m); }
-#ifdef FOCALKERN_WITH_CUDA
-FK_KERNELS_IMPL(CUDA, m) { implement(m); }
-#endif
+FK_KERNELS_IMPL_ALL(implement)
 
 }  // namespace
 }  // namespace focalkern::stable

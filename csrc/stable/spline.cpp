@@ -107,14 +107,11 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("spline_log_probs_out", TORCH_BOX(&log_probs));
 }
 
+FK_KERNELS_IMPL_ALL(implement)
 FK_KERNELS_IMPL(CPU, m) {
-  implement(m);
   m.impl("spline_histogram_out", TORCH_BOX(&histogram));
   m.impl("spline_spread", TORCH_BOX(&spread));
 }
-#ifdef FOCALKERN_WITH_CUDA
-FK_KERNELS_IMPL(CUDA, m) { implement(m); }
-#endif
 
 }  // namespace
 }  // namespace focalkern::stable
