@@ -5,8 +5,10 @@ import errno
 import json
 import math
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from focalkern._checks import label, parsed_float, parsed_int
 from focalkern._types import INPUT_KINDS
@@ -32,6 +34,8 @@ __all__ = [
     "share",
     "temperature_range",
 ]
+
+Number = TypeVar("Number", int, float)
 
 
 def in_options(error: Exception) -> str:
@@ -187,52 +191,22 @@ def temperature_range(text: str) -> tuple[float, ...]:
     return tuple(index * step for index in range(first, last + 1))
 
 
-def share(text: str) -> float:
-    try:
-        share = parsed_float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, found {text!r}")
-    return share
+def _bounded(parsed: Callable[[str], Number], expected: str, fits: Callable[[Number], bool]) -> Callable[[str], Number]:
+    """The type of an option for argparse: a number for which ``fits`` holds; ``expected`` describes it in the error."""
+
+    def number_of(text: str) -> Number:
+        with suppress(ValueError):
+            number = parsed(text)
+            if fits(number):
+                return number
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+
+    return number_of
 
 
-def seconds(text: str) -> float:
-    try:
-        seconds = parsed_float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds greater than 0, found {text!r}")
-    return seconds
-
-
-def seed(text: str) -> int:
-    """A seed for torch's generators."""
-    try:
-        number = parsed_int(text)
-    except ValueError:
-        number = 2**63
-    if not -(2**63) <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 bits, found {text!r}")
-    return number
-
-
-def not_negative(text: str) -> int:
-    try:
-        number = parsed_int(text)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text!r}")
-    return number
-
-
-def at_least_one(text: str) -> int:
-    try:
-        number = parsed_int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return number
+share = _bounded(parsed_float, "a number between 0 and 1", lambda number: 0 < number < 1)
+seconds = _bounded(parsed_float, "a number of seconds greater than 0", lambda number: 0 < number < math.inf)
+# A seed for torch's generators.
+seed = _bounded(parsed_int, "a whole number of at most 64 bits", lambda number: -(2**63) <= number < 2**63)
+not_negative = _bounded(parsed_int, "a whole number of at least 0", lambda number: number >= 0)
+at_least_one = _bounded(parsed_int, "a whole number of at least 1", lambda number: number >= 1)
