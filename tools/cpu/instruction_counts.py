@@ -4,7 +4,7 @@
 
 A small program steps through one chunk of rows, one instruction at a time (Linux, x86-64 with AVX-512, a C++
 compiler). Counts do not depend on the load of the machine. `--write` records them, `--summary` prints the recorded
-ones.
+ones, `--only splines` counts for one table.
 
 The floor of `focal_loss` is the number of instructions of its arithmetic in vectors of sixteen, without addresses,
 loops and spills:
@@ -25,9 +25,10 @@ import argparse
 import csv
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from tools.toolchain import HOST_FLAGS
 
@@ -184,29 +185,31 @@ def spline_summary() -> str:
     return table(SPLINE_TABLE, heads)
 
 
+# Recorded table, kind of row, program, count of a case, cases.
+TABLES: dict[str, tuple[Path, type, Callable[[Path], Path], Callable[..., Any], Sequence[tuple[Any, ...]]]] = {
+    "rows": (TABLE, Count, build, count, CASES),
+    "soft": (SOFT_TABLE, SoftCount, build, count_soft, SOFT_CASES),
+    "elements": (ELEMENTS_TABLE, ElementCount, build, count_elements, ELEMENT_CASES),
+    "splines": (SPLINE_TABLE, SplineCount, build_spline, count_spline, SPLINE_CASES),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help=f"record in {TABLE.parent.relative_to(ROOT)}")
+    parser.add_argument("--only", choices=sorted(TABLES), help="count for this table alone")
     parser.add_argument("--summary", action="store_true", help="print the recorded tables")
     arguments = parser.parse_args()
     if arguments.summary:
         print(summary(), soft_summary(), element_summary(), spline_summary(), sep="\n\n")
         return
+    wanted = [TABLES[arguments.only]] if arguments.only else list(TABLES.values())
     with tempfile.TemporaryDirectory() as folder:
-        program = build(Path(folder))
-        counts = [count(program, *case) for case in CASES]
-        soft_counts = [count_soft(program, *case) for case in SOFT_CASES]
-        element_counts = [count_elements(program, *case) for case in ELEMENT_CASES]
-        of_splines = build_spline(Path(folder))
-        spline_counts = [count_spline(of_splines, *case) for case in SPLINE_CASES]
-    tables = (
-        (TABLE, Count, counts),
-        (SOFT_TABLE, SoftCount, soft_counts),
-        (ELEMENTS_TABLE, ElementCount, element_counts),
-        (SPLINE_TABLE, SplineCount, spline_counts),
-    )
-    for path, kind, found in tables:
-        rows = [asdict(one) for one in found]
+        programs = {make: make(Path(folder)) for make in {one[2] for one in wanted}}
+        found = [
+            [asdict(count_case(programs[make], *case)) for case in cases] for _, _, make, count_case, cases in wanted
+        ]
+    for (path, kind, *_), rows in zip(wanted, found, strict=True):
         for row in rows:
             print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
         if arguments.write:
