@@ -10,6 +10,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/spline_narrow.h"
 #include "cpu/spline_order.h"
 #include "cpu/spline_scores.h"
 
@@ -36,27 +37,109 @@ void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& 
   }
 }
 
+// Makes the results of invalid rows NaN, and updates the first of these rows.
+void leave_out_invalid(const SplineTile& t, int64_t row, double* scale, double* shift, int64_t& invalid) {
+  if (std::all_of(t.valid, t.valid + t.n_rows, [](bool valid) { return valid; })) return;
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    if (t.valid[r]) continue;
+    scale[r] = shift[r] = kNan;
+    if (invalid < 0) invalid = row + r;
+  }
+}
+
+// Bounds of |x| and |u|, and of |f| and |f'| there.
+struct CurveBounds {
+  double farthest, largest, steepest;
+};
+CurveBounds bounds_of(const SplineMapForward& args) {
+  const double farthest = std::log(static_cast<double>(args.rows.classes) / args.rows.floor);
+  double largest = 0, steepest = 0;
+  const auto add_piece = [&](int64_t piece, double s) {
+    const double* c = args.curve.coefficients + piece * 4;
+    const double of[] = {std::abs(c[0]), std::abs(c[1]), std::abs(c[2]), std::abs(c[3])};
+    largest = std::max(largest, of[0] + s * (of[1] + s * (of[2] + s * of[3])));
+    steepest = std::max(steepest, of[1] + s * (2 * of[2] + s * 3 * of[3]));
+  };
+  const double* knots = args.curve.positions;
+  const int64_t last = args.curve.knots - 1;
+  add_piece(0, farthest + std::abs(knots[0]));
+  for (int64_t k = 0; k < last; ++k) add_piece(k + 1, knots[k + 1] - knots[k]);
+  add_piece(last + 1, farthest + std::abs(knots[last]));
+  return {farthest, largest, steepest};
+}
+
 // The `slack` of scores_in_registers: four times a bound of the rounding error of a score. Returns 0 if that is not
 // small compared with the rise of a score from step to step, or if the scores are not computed in registers.
 double slack_of_steps(const SplineMapForward& args) {
   if (!scores_fit_registers(args.curve, args.scores)) return 0;
   constexpr double kLeastSlope = 1e-3;  // smallest slope in log q of a curve that keeps the order
   constexpr double kUnit = 0x1p-51, kLeastStep = 0x1p-31;
-  const double farthest = std::log(static_cast<double>(args.rows.classes) / args.rows.floor);  // largest |x| and |u|
-  double largest = 0, steepest = 0;
-  for (int64_t piece = 0; piece <= args.curve.knots; ++piece) {
-    const double* c = args.curve.coefficients + piece * 4;
-    const int64_t knot = std::max<int64_t>(piece - 1, 0);
-    const bool is_tail = piece == 0 || piece == args.curve.knots;
-    const double origin = args.curve.positions[knot];
-    const double s = is_tail ? farthest + std::abs(origin) : args.curve.positions[knot + 1] - origin;
-    const double of[] = {std::abs(c[0]), std::abs(c[1]), std::abs(c[2]), std::abs(c[3])};
-    largest = std::max(largest, of[0] + s * (of[1] + s * (of[2] + s * of[3])));
-    steepest = std::max(steepest, of[1] + s * (2 * of[2] + s * 3 * of[3]));
-  }
-  const double rounding = kUnit * (largest + (std::abs(args.scores.factor) + steepest) * farthest);
+  const CurveBounds of = bounds_of(args);
+  const double rounding = kUnit * (of.largest + (std::abs(args.scores.factor) + of.steepest) * of.farthest);
   return 4 * rounding <= kLeastSlope * kLeastStep ? 4 * rounding : 0;
 }
+
+#ifdef FK_HAS_AVX512_CODE
+// Whether cpu/spline_narrow.h supports this map.
+bool is_narrow(const SplineMapForward& args) {
+  if (args.rows.storage == SplineStorage::kDouble || args.to == SplineStorage::kDouble) return false;
+  if (!scores_fit_registers(args.curve, args.scores) || args.rows.floor < kNarrowFloor) return false;
+  const CurveBounds of = bounds_of(args);
+  const double factor = std::abs(args.scores.factor);
+  return factor * of.farthest + of.largest <= kNarrowLargest && factor + of.steepest <= kNarrowSteepest;
+}
+
+// Whether the rows are side by side in the row layout, or many enough to be transposed.
+bool is_transposed(const SplineTile& t) { return !t.column || (t.n_rows >= 4 && t.classes >= 4); }
+
+// From the logits to the results of narrow_softmax.
+void narrow_tile(const SplineMapForward& args, int64_t row, const NarrowCurve& curve, const SplineTile& t) {
+  const SplineInput& input = args.rows;
+  const auto from = [&](const auto* z) {
+    narrow_exponents(t, z, input.temperature, args.keep_order ? kSplineGrid : 0);
+    narrow_rows(t, input.floor);
+    validate_rows(args, row, t);
+    narrow_softmax(t, z, curve, args);
+  };
+  if (input.is_probs || input.storage != SplineStorage::kFloat || !is_transposed(t)) {
+    read_logits(input, row, t);
+    largest_of_rows(t, t.d, t.top);
+    return from(static_cast<const double*>(t.d));
+  }
+  const float* z = static_cast<const float*>(input.input) + row * t.classes;
+  if (t.column) {
+    float* const columns = reinterpret_cast<float*>(t.d);
+    if (t.n_rows < kSplineTileRows) std::fill_n(columns, t.classes * kSplineTileRows, 0.0f);
+    to_columns<kSplineTileRows>(z, t.classes, t.n_rows, t.classes, columns);
+    z = columns;
+  }
+  narrow_tops(t, z);
+  from(z);
+}
+
+int64_t narrow_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {
+  SplineScratch scratch(args.rows.classes, /*arrays=*/5);
+  const NarrowCurve curve(args.curve);
+  int64_t invalid = -1;
+  double scale[kSplineTileRows], shift[kSplineTileRows] = {};
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto t = scratch.tile(std::min(scratch.rows(), row_end - row));
+    narrow_tile(args, row, curve, t);
+    for (int64_t r = 0; r < (t.column ? kSplineTileRows : t.n_rows); ++r) {
+      scale[r] = args.log_output ? kNarrowLn2 : 1 / t.sum[r];
+      shift[r] = args.log_output ? -std::log(t.sum[r]) : 0;
+    }
+    leave_out_invalid(t, row, scale, shift, invalid);
+    if (args.to != SplineStorage::kFloat || !is_transposed(t)) {
+      write_scaled(t, scale, shift, args.output, args.to, row);
+      continue;
+    }
+    float* const to = static_cast<float*>(args.output) + row * t.classes;
+    args.log_output ? narrow_results<true>(t, scale, shift, to) : narrow_results<false>(t, scale, shift, to);
+  }
+  return invalid;
+}
+#endif
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
@@ -172,6 +255,9 @@ void SplineMapGradient::add(const SplineMapGradient& other) {
 }
 
 int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {
+#ifdef FK_HAS_AVX512_CODE
+  if (is_narrow(args)) return narrow_map_forward(args, row_begin, row_end);
+#endif
   SplineScratch scratch(args.rows.classes, /*arrays=*/5);
   const CurveTables tables(args.curve);
   // For narrow types the grid keeps the order: distinct inputs are many steps apart. For double, scores that rise
@@ -200,11 +286,7 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
       slack > 0 ? softmax_of_scores</*keep=*/false, /*in_order=*/true>(t) : softmax_of_scores</*keep=*/false>(t);
       for (int64_t r = 0; r < rows; ++r) scale[r] = 1 / t.sum[r], shift[r] = 0;
     }
-    for (int64_t r = 0; r < t.n_rows; ++r) {
-      if (t.valid[r]) continue;
-      shift[r] = kNan;
-      if (invalid < 0) invalid = row + r;
-    }
+    leave_out_invalid(t, row, scale, shift, invalid);
     if (!sorts) {
       write_scaled(t, scale, shift, args.output, args.to, row);
       continue;

@@ -12,11 +12,15 @@ namespace {
 struct CurveTables {
   explicit CurveTables(const SplineCurve& curve) : curve(curve) {
     if (curve.knots >= kSplineTables) return;
+    std::fill_n(knot, kSplineTables, -kMinusInfinity);
+    std::copy_n(curve.positions, curve.knots, knot);
+    std::fill_n(origin, kSplineTables, curve.positions[curve.knots - 1]);
+    origin[0] = curve.positions[0];
+    std::copy_n(curve.positions, curve.knots, origin + 1);
+    const double* c = curve.coefficients;
     for (int64_t i = 0; i < kSplineTables; ++i) {
-      const int64_t piece = std::min(i, curve.knots);
-      knot[i] = i < curve.knots ? curve.positions[i] : -kMinusInfinity;
-      origin[i] = curve.positions[std::max<int64_t>(piece - 1, 0)];
-      for (int k = 0; k < 4; ++k) power[k][i] = curve.coefficients[piece * 4 + k];
+      for (int k = 0; k < 4; ++k) power[k][i] = c[k];
+      if (i < curve.knots) c += 4;
     }
   }
   SplineCurve curve;

@@ -18,13 +18,13 @@ def test_the_documentation_has_the_recorded_table():
     assert counts.spline_summary() in page
 
 
-# Instructions per element of the map of splines when they were first counted.
+# The most instructions per element of the map of splines: for float64 those when they were first counted.
 MAP_INSTRUCTIONS = {
-    (10, "float32"): 45.42,
+    (10, "float32"): 22,
     (10, "float64"): 49.94,
-    (100, "float32"): 29.3,
+    (100, "float32"): 15,
     (100, "float64"): 32.91,
-    (1000, "float32"): 23.59,
+    (1000, "float32"): 12,
     (1000, "float64"): 27.37,
 }
 
@@ -35,10 +35,10 @@ def test_the_recorded_map_of_splines_takes_no_more_instructions_than_at_first():
     assert [(int(row["classes"]), row["dtype"]) for row in rows] == counts.SPLINE_CASES
     for row in rows:
         assert float(row["ratio"]) == pytest.approx(float(row["forward"]) / float(row["temperature"]), abs=0.01)
-        # The map does not become slower. (The ratio rose where temperature scaling became a softmax of its own.)
+        # The map does not become slower.
         assert float(row["forward"]) <= MAP_INSTRUCTIONS[int(row["classes"]), row["dtype"]], row
-        # The goal of the ratio is 2; longer rows miss it, as the page says.
-        assert (float(row["ratio"]) <= 2) == (row["classes"] == "10"), row
+        # The goal of the ratio is 2; longer rows of float64 miss it, as the page says.
+        assert (float(row["ratio"]) <= 2) == (row["classes"] == "10" or row["dtype"] == "float32"), row
 
 
 def test_the_floor_of_a_long_row_is_that_of_its_elements():

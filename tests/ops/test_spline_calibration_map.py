@@ -228,6 +228,29 @@ def test_no_rows_change_the_numbers_of_a_row():
     assert torch.equal(together, alone)
 
 
+# 2, 3: too few to be transposed; 10: columns; 40, 1003: rows in vectors, with and without a rest.
+@pytest.mark.parametrize("n_classes", [2, 3, 10, 40, 1003])
+@pytest.mark.parametrize("keep_order", [False, True])
+def test_float32_results_are_within_a_unit_of_those_of_float64(n_classes, keep_order):
+    """The kernels' functions for float32 have errors of 3e-9."""
+    unit = torch.finfo(torch.float32).eps
+    for scale in (0.1, 4.0, 30.0):
+        z = torch.randn(67, n_classes) * scale
+        z[0, 1] = -math.inf
+        for floor in (1e-7, 1e-3):
+            arguments = (1.3, floor, 0.1, KNOTS, VALUES)
+            options = {"keep_order": keep_order, "keep_zeros": scale < 1}
+            exact = fk.spline_calibration_map(z.double(), *arguments, **options)
+            p = fk.spline_calibration_map(z, *arguments, **options)
+            assert ((p - exact).abs() <= unit * exact).all()
+            log_p = fk.spline_calibration_map(z, *arguments, log=True, **options)
+            assert log_p.max() <= 0
+            torch.testing.assert_close(log_p.double(), exact.log(), rtol=unit, atol=1e-8)
+            # 1 - p of the largest class, which the logarithm keeps.
+            exact = fk.spline_calibration_map(z.double(), *arguments, log=True, **options).amax(1)
+            torch.testing.assert_close(log_p.amax(1).double(), exact, rtol=unit, atol=1e-14)
+
+
 def test_arrays():
     z = torch.randn(4, 3)
     found = fk.spline_calibration_map(z.numpy(), 1.0, 1e-3, 0.0, KNOTS.numpy(), VALUES.numpy(), bias=[0.0, 0.5, 1.0])
