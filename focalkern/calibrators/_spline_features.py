@@ -82,8 +82,8 @@ def logit_scale(source: RowSource, input_kind: str) -> float:
     count = torch.zeros(1, dtype=torch.float64)
     for part in source.parts():
         for block in part.blocks():
-            scores = as_scores(block.input, input_kind)
-            count += (scores.isfinite() & (scores.abs() > _LOWEST)).any().cpu()
+            size = as_scores(block.input, input_kind).abs()
+            count += ((size > _LOWEST) & (size < torch.inf)).any().cpu()
     if float(source.add_up(count)) == 0:
         return 1.0
     sums = torch.zeros(2, dtype=torch.float64)
