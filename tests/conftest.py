@@ -151,7 +151,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes linear_focal_loss compute even few logits in chunks."""
-    monkeypatch.setattr("focalkern.ops.linear_focal_loss._FEW_LOGITS", -1)
+    monkeypatch.setattr("focalkern.ops._linear_arguments._FEW_LOGITS", -1)
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -13,12 +13,14 @@ from focalkern.ops._backend import has_kernels
 from focalkern.ops._collectives import ALONE
 from focalkern.ops._dtensor import is_dtensor, linear_loss_over_mesh
 from focalkern.ops._linear_arguments import (
+    are_few,
     check_gamma_shape,
     check_numbers,
     check_target,
     check_tensors,
     dtypes_of,
     gamma_of,
+    is_ordinary,
 )
 from focalkern.ops._linear_autograd import loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, is_plain, product_dtype
@@ -33,9 +35,6 @@ from focalkern.ops.focal_loss_vocab_parallel import extras_of, refuse_stats_of_p
 __all__ = ["linear_focal_loss"]
 
 _OP = "linear_focal_loss"
-
-# Bytes of logits up to which one matrix product and focal_loss are faster than chunks, which cost Python calls each.
-_FEW_LOGITS = 2**20
 
 
 @overload
@@ -204,6 +203,26 @@ def linear_focal_loss(
         >>> fk.focal_loss(hidden @ head.T, target, gamma=2.0)
         tensor(0.7996)
     """
+    if (
+        process_group is None
+        and weight is None
+        and modulation is None
+        and chunk_rows is None
+        and softcap is None
+        and type(z_loss) is float
+        and z_loss == 0
+        and return_stats is False
+        and is_ordinary(
+            input, linear_weight, target, gamma, linear_bias, ignore_index, label_smoothing, detach_modulation
+        )
+        and are_few(input, linear_weight, target, ignore_index)
+    ):
+        options: Any = {"label_smoothing": label_smoothing, "detach_modulation": detach_modulation}
+        try:
+            z = F.linear(input, linear_weight, linear_bias)
+            return focal_loss(z, target, gamma, ignore_index=ignore_index, reduction=reduction, **options)
+        except (IndexError, ValueError) as error:  # an invalid label or reduction
+            raise type(error)(str(error).replace("focal_loss", _OP, 1)) from None
     if process_group is None and is_dtensor(input):
 
         def local(
@@ -292,8 +311,7 @@ def linear_focal_loss(
         and is_plain(input)
         and input.dtype == dtype == loss_dtype  # no autocast
         and dtype not in HALVES  # chunks round gradients of half types only once, after the sum over rows
-        and leading.numel() * classes * input.element_size() <= _FEW_LOGITS
-        and not bool((target == ignore_index).any())  # ignored rows may hold NaN, and must stay out of the products
+        and are_few(input, linear_weight, target, ignore_index)
     )
     if linear_weight.dim() > 2 or transformed or few or (compiling and not has_kernels(input)):
         return _unfused(

@@ -95,3 +95,29 @@ def test_transforms_of_few_logits():
     x, target = torch.stack([x, x + 1]), torch.randint(C, (2, N))
     found = torch.func.vmap(lambda a, b: fk.linear_focal_loss(a, w, b, 2.0))(x, target)
     assert_close(found, torch.stack([fk.linear_focal_loss(a, w, b, 2.0) for a, b in zip(x, target, strict=True)]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"target": [0, 9, 1]}, IndexError, "linear_focal_loss: target must be in"),
+        ({"target": [0, -7, 1]}, IndexError, "linear_focal_loss: target must be in"),
+        ({"reduction": "median"}, ValueError, "linear_focal_loss: reduction must be"),
+        ({"linear_bias": torch.zeros(5)}, ValueError, "linear_focal_loss: linear_bias must be"),
+        ({"label_smoothing": 1.5}, ValueError, "linear_focal_loss: label_smoothing must be"),
+        ({"gamma": math.nan}, ValueError, "linear_focal_loss: gamma must be"),
+    ],
+)
+def test_errors_of_few_rows_name_the_function(change, error, message):
+    given = {"target": torch.tensor([0, 2, 1]), "gamma": 2.0, **change}
+    given["target"] = torch.as_tensor(given["target"])
+    with pytest.raises(error, match=message):
+        fk.linear_focal_loss(torch.ones(3, 2), torch.ones(4, 2), **given)
+
+
+def test_no_row_and_a_positive_ignore_index():
+    x, w = torch.ones(2, 3), torch.ones(4, 3)
+    assert fk.linear_focal_loss(x[:0], w, torch.zeros(0, dtype=torch.int64)).isnan()
+    target = torch.tensor([0, 3])
+    found = fk.linear_focal_loss(x, w, target, ignore_index=3)
+    assert torch.equal(found, fk.focal_loss(x @ w.T, target, ignore_index=3))
