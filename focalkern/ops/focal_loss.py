@@ -143,8 +143,10 @@ def focal_loss(
             loss of its row; for an ignored row it is 0. For labels without smoothing both terms share one pass over the
             logits, forward and backward. For other targets and under torch.func, the z-loss takes one more pass each.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. Torch operations read the logits once
-            more for it, in blocks; with ``label_smoothing`` twice more. On the CPU this takes longer than the loss and
-            its gradient: set it only in the steps that are logged.
+            more for the entropy and the largest logit, in blocks; with ``label_smoothing`` twice more. log p and the
+            log-sum-exp need no read. ``correct`` needs the largest logit where p < 1/2, and the loss saves another one
+            for long rows. On the CPU this takes longer than the loss and its gradient: set it only in the steps that
+            are logged.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under

@@ -220,6 +220,19 @@ def test_statistics(shape, dtype, smoothing):
     assert_close(means["entropy"], stats.entropy[counts].mean())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [255, 256, 257, 400])
+def test_the_predicted_class_of_many(classes, dtype):
+    """Ties in a group of classes, between groups and in the last group; a row of -inf; a NaN, which has no class."""
+    z = torch.randint(3, (300, classes)).to(dtype)
+    z[:3] = 0
+    z[0, -1], z[1, 130], z[2, 127:129] = 5, 5, 5
+    z[3], z[4, 7] = -math.inf, torch.nan
+    predicted = fk.focal_loss(z, torch.zeros(len(z), dtype=torch.long), return_stats=True).stats.predicted
+    assert predicted[:5].tolist() == [classes - 1, 130, 127, 0, -1]
+    assert torch.equal(predicted[5:], z[5:].argmax(1))
+
+
 def test_the_first_of_equal_classes_is_predicted():
     z = torch.zeros(2, C)
     assert fk.focal_loss(z, torch.tensor([0, 1]), return_stats=True).stats.correct.tolist() == [True, False]
