@@ -30,6 +30,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 PEERS = {
     "accelerate",
     "dask",
+    "datasets",
     "distributed",
     "kornia",
     "lightning",
@@ -39,9 +40,11 @@ PEERS = {
     "ray",
     "segmentation_models_pytorch",
     "sklearn",
+    "tokenizers",
     "torchmetrics",
     "torchvision",
     "transformers",
+    "trl",
 }
 
 
@@ -82,6 +85,8 @@ def folders(tmp_path_factory):
 
 # transformers pins memory by default, and without a GPU torch warns about it.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
+# TRL sets this argument of transformers itself.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("page", "line", "code"),
     [
