@@ -52,6 +52,7 @@ def is_ordinary(
         type(gamma) is float
         and STEEPEST_INVERSE_GAMMA <= gamma < math.inf
         and type(ignore_index) is int
+        and -(2**63) <= ignore_index < 2**63
         and type(label_smoothing) is float
         and 0 <= label_smoothing <= 1
         and type(detach_modulation) is bool

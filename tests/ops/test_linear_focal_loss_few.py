@@ -106,6 +106,7 @@ def test_transforms_of_few_logits():
         ({"linear_bias": torch.zeros(5)}, ValueError, "linear_focal_loss: linear_bias must be"),
         ({"label_smoothing": 1.5}, ValueError, "linear_focal_loss: label_smoothing must be"),
         ({"gamma": math.nan}, ValueError, "linear_focal_loss: gamma must be"),
+        ({"ignore_index": 2**63}, ValueError, "linear_focal_loss: ignore_index must be"),
     ],
 )
 def test_errors_of_few_rows_name_the_function(change, error, message):
