@@ -64,7 +64,7 @@ def test_torch_func_is_that_of_autograd():
 
 
 @torch_jit_warns
-def test_compiles_to_one_graph_for_every_number():
+def test_compiles_with_inductor_to_one_graph_for_every_number():
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
 
     @torch.compile(fullgraph=True, backend=counter)
