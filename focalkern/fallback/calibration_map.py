@@ -36,8 +36,9 @@ _LOGITS, _PROBS, _BINARY = 0, 1, 2  # the codes of the compiled module
 
 def calibration_map_scalar(input: Tensor, gamma: float, temperature: float, kind: int, log: bool) -> Tensor:
     """The map with one gamma and one temperature as Python numbers."""
-    wide = torch.float64  # float64 on the host, also for devices without float64
-    return calibration_map(input, torch.tensor(gamma, dtype=wide), torch.tensor(temperature, dtype=wide), kind, log)
+    # float64 on the host, also for devices without float64, and whatever the default device is.
+    exponent, divisor = (torch.tensor(number, dtype=torch.float64, device="cpu") for number in (gamma, temperature))
+    return calibration_map(input, exponent, divisor, kind, log)
 
 
 def calibration_map(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool) -> Tensor:
