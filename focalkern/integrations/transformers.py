@@ -53,12 +53,14 @@ def use_focal_loss(
     (``config.problem_type="multi_label_classification"``) the loss is the sigmoid focal loss. Some models (BERT)
     compute their loss without ``loss_function``; then a forward hook replaces ``outputs.loss``.
 
+    A model of PEFT is taken too: wrap it with PEFT first, then pass the wrapped model.
+
     TRL's ``SFTTrainer`` ignores the loss of its model: it takes log-probabilities from an output head of its own. Pass
     the trainer in place of the model, also with PEFT. Its options, metrics and number of tokens are then TRL's.
 
     Args:
-        model: a model for causal or masked language modelling, or for the classification of rows or tokens; or an
-            ``SFTTrainer`` (tested with TRL 1.16) with ``loss_type="nll"``, its default.
+        model: a model for causal or masked language modelling, or for the classification of rows or tokens, or
+            PEFT's wrapper of one; or an ``SFTTrainer`` (tested with TRL 1.16) with ``loss_type="nll"``, its default.
         gamma: as :class:`focalkern.FocalLoss`; 0 is cross-entropy. For several labels per row: a number >= 0.
         linear: fuse the output head with the loss (:func:`focalkern.linear_focal_loss`), for language models. In
             training mode with labels, the model then does not compute logits, and ``outputs.logits`` holds the
@@ -97,6 +99,9 @@ def use_focal_loss(
     }
     if isinstance(model, Trainer):
         return _use_in_sft_trainer(model, FocalLoss(gamma, reduction="none", **options), linear)
+    whole = model  # the user calls it
+    if hasattr(model, "get_base_model"):  # older wrappers of PEFT call no hook of their model
+        model = model.get_base_model()
     if not hasattr(type(model), "loss_function"):
         raise TypeError(
             f"{op}: model must be a transformers model with a loss_function, or an SFTTrainer of TRL, got "
@@ -116,8 +121,8 @@ def use_focal_loss(
             f"{op}: linear=True needs a model that calls loss_function, but {type(model).__name__} computes its own "
             "loss; use linear_focal_loss on its features"
         )
-    features = _FeaturesInTraining(model, undo) if linear else None
-    undo.callback(model.register_forward_pre_hook(_refuse_fused_head, with_kwargs=True).remove)
+    features = _FeaturesInTraining(model, whole, undo) if linear else None
+    undo.callback(whole.register_forward_pre_hook(_refuse_fused_head, with_kwargs=True).remove)
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         logits, labels = _logits_and_labels(kind, args, kwargs)
@@ -156,7 +161,7 @@ def use_focal_loss(
                 output["loss"] = loss_function(**dict(output, **kwargs, num_items_in_batch=items))
             return output
 
-        undo.callback(model.register_forward_hook(replaced, with_kwargs=True).remove)
+        undo.callback(whole.register_forward_hook(replaced, with_kwargs=True).remove)
     return undo
 
 
@@ -209,9 +214,10 @@ def _refuse_fused_head(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
 
 
 class _FeaturesInTraining:
-    """Makes the output head of a model return its input while the model is called in training mode with labels."""
+    """Makes the output head of a model return its input while the model, or PEFT's wrapper ``whole`` of it, is called in
+    training mode with labels."""
 
-    def __init__(self, model: Any, undo: contextlib.ExitStack) -> None:
+    def __init__(self, model: Any, whole: Any, undo: contextlib.ExitStack) -> None:
         op = "use_focal_loss"
         changed = [name for name in _AFTER_THE_HEAD if getattr(model.config, name, None) not in (None, 1, 1.0)]
         if changed:
@@ -225,8 +231,8 @@ class _FeaturesInTraining:
                 f"{op}: linear=True is for language models with a linear output head, got {type(model).__name__}"
             )
         self.active = False
-        undo.callback(model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-        undo.callback(model.register_forward_hook(self._after, always_call=True).remove)
+        undo.callback(whole.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+        undo.callback(whole.register_forward_hook(self._after, always_call=True).remove)
 
     def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if model.training and kwargs.get("labels") is not None:

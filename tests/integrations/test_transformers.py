@@ -194,6 +194,41 @@ def test_callback_tells_the_calibration_of_each_evaluation(tmp_path):
     assert trainer.state.log_history[-1]["eval_nll"] == result["eval_nll"]
 
 
+def with_adapter(model, target):
+    peft = peer("peft")
+    config = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights="gaussian")
+    return peft.get_peft_model(model, config).train()
+
+
+of_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@of_peft
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_causal_model_of_peft(linear):
+    model, (ids, labels) = with_adapter(causal_model(), "q_proj"), tokens()
+    logits = model(input_ids=ids).logits[:, :-1]
+    expected = fk.focal_loss(logits.reshape(-1, 23), labels[:, 1:].reshape(-1), 2.0)
+    adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected_gradients = torch.autograd.grad(expected, adapter)
+    with use_focal_loss(model, 2.0, linear=linear):
+        output = model(input_ids=ids, labels=labels)
+    assert_close(output.loss, expected)
+    for ours, theirs in zip(torch.autograd.grad(output.loss, adapter), expected_gradients, strict=True):
+        assert_close(ours, theirs)
+    assert output.logits.shape[-1] == (8 if linear else 23)
+    assert_close(model(input_ids=ids, labels=labels).loss, F.cross_entropy(logits.mT, labels[:, 1:]))
+
+
+@of_peft
+def test_a_model_of_peft_that_computes_its_own_loss():
+    model, (ids, labels) = with_adapter(bert("TokenClassification", num_labels=23), "query"), tokens()
+    logits = model(input_ids=ids).logits
+    with use_focal_loss(model, 2.0):
+        found = model(input_ids=ids, labels=labels).loss
+    assert_close(found, fk.focal_loss(logits.reshape(-1, 23), labels.reshape(-1), 2.0))
+
+
 def test_errors_say_what_is_wrong():
     with pytest.raises(TypeError, match="use_focal_loss: model must be a transformers model"):
         use_focal_loss(torch.nn.Linear(2, 2))
