@@ -77,9 +77,10 @@ def nll_temperatures(
 
     .. math:: f'(\beta) = \overline{E_q[z] - z_y}, \qquad f''(\beta) = \overline{\mathrm{Var}_q[z]}
 
-    Newton steps inside a bracket find the root of f'; every step narrows the bracket. A step that leaves the bracket or
-    does not halve the derivative is replaced by the geometric mean of the bracket, or by a step towards an end whose
-    sign is not yet known. The signs of f' at 0 and at infinity decide whether a root exists.
+    Newton steps inside a bracket find the root of f'; every step narrows the bracket. A step that leaves the bracket,
+    or that is longer than half of the step before although that one did not halve f', is replaced by the geometric mean
+    of the bracket, or by a step towards an end whose sign is not yet known. The signs of f' at 0 and at infinity decide
+    whether a root exists.
 
     Args:
         input: [B, N, C] of ``input_kind``, checked; every target is a possible class.
@@ -120,7 +121,7 @@ def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
         return (yield from at_high_end(words))
 
     beyond = "the optimum lies beyond it"
-    beta, previous, ends = 1.0, math.inf, (low, high)
+    beta, previous, travelled, ends = 1.0, math.inf, math.inf, (low, high)
     is_known = [False, False]  # whether f' was evaluated, below 0 at `low` and above 0 at `high`
     for _ in range(200):
         value, first, second, *_ = yield beta
@@ -136,8 +137,8 @@ def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
             value += first * (newton - beta) / 2
             beta = newton
             break
-        useful = low < newton < high and abs(first) <= 0.5 * previous
-        previous = abs(first)
+        halves = abs(first) <= 0.5 * previous or abs(newton - beta) <= 0.5 * travelled
+        useful, previous = low < newton < high and halves, abs(first)
         if useful:
             following = newton
         elif first > 0 and not is_known[0]:
@@ -148,7 +149,7 @@ def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
             following = math.sqrt(low * high)
             if not low < following < high:  # low and high are neighbouring floats
                 break
-        beta = following
+        beta, travelled = following, abs(following - beta)
     return SearchResult(0.0, 1 / beta, float(value), n_cells)
 
 

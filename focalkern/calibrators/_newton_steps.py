@@ -7,7 +7,8 @@ import numpy as np
 
 __all__ = ["Steps", "newton_steps", "valleys"]
 
-# Size of a last step, in logarithms of the variables: with an exact Hessian the error after it is its square.
+# Size of a last step, in logarithms of the variables: with an exact Hessian the error after it is its square. Nothing
+# is evaluated at its end: the value there is that of the quadratic model to the last digit.
 _NEWTON_STEP = 1e-6
 # Points closer than this to a known minimum, in the same variables, are taken to lead to it.
 _NEAR = 0.01
@@ -54,6 +55,8 @@ def newton_steps(
         step = np.zeros_like(point)
         step[free] = -directions @ ((directions.T @ slope[free]) / sizes)
         step /= max(1.0, float(np.abs(step).max()))
+        if known is not None and float(np.abs(step).max()) <= _NEWTON_STEP:
+            return np.clip(point + step, low, high), value + float(slope @ step) / 2
         for _ in range(30):
             moved = np.clip(point + step, low, high)
             trial, trial_slope, trial_known = yield moved
@@ -64,7 +67,7 @@ def newton_steps(
             break
         travelled = float(np.abs(moved - point).max())
         point, value, slope, known = moved, trial, trial_slope, trial_known
-        if travelled <= (_NEWTON_STEP if known is not None else 1e-9):
+        if travelled <= 1e-9:
             break
         near = [bottom for bottom in bottoms if float(np.abs(bottom[0] - point).max()) <= _NEAR]
         if near:

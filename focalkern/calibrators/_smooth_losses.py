@@ -17,7 +17,7 @@ __all__ = ["BrierOfRows", "NllOfNetworks", "check_finite_nll", "coarse_table"]
 # Numbers per block that is converted to float64.
 _BLOCK = 1 << 18
 # The table for starting points uses evenly spaced rows with this many numbers in all, and at least this many rows.
-_TABLE_NUMBERS, _TABLE_ROWS = 1 << 16, 512
+_TABLE_NUMBERS, _TABLE_ROWS = 1 << 13, 512
 
 
 def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str, remedy: str = "") -> None:
