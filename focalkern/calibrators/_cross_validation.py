@@ -137,6 +137,10 @@ def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
     return bool(((zeros > 0) & (zeros < source.n_rows)).any())
 
 
+# Largest number of logits that the rows of all folds may have to be kept from one candidate to the next.
+_KEPT = 1 << 24
+
+
 class FoldFits:
     """Robust temperature scaling and spline scalings, fitted to all rows and without each fold.
 
@@ -157,6 +161,7 @@ class FoldFits:
         self._splines = [one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)]
         self._fits: dict[tuple[float, str], SplineFolds] = {}
         self._temperatures: dict[str, float] = {}
+        self._parts: dict[int, RowSource] = {}
 
     def takes(self, candidate: Any) -> bool:
         return isinstance(candidate, SplineScaling | RobustTemperatureScaling)
@@ -193,4 +198,9 @@ class FoldFits:
         return self._fits[float(candidate.penalty), kind].held_out(candidate, k)
 
     def _without(self, k: int) -> RowSource:
-        return self._source.select(lambda number: self._fold_of(number) != k)
+        if k in self._parts:
+            return self._parts[k]
+        part = self._source.select(lambda number: self._fold_of(number) != k)
+        if self._folds * self._source.n_rows * self._source.n_classes <= _KEPT:
+            self._parts[k] = part
+        return part

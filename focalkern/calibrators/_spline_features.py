@@ -79,8 +79,13 @@ def masks_zeros(source: RowSource, input_kind: str) -> bool:
 
 def logit_scale(source: RowSource, input_kind: str) -> float:
     """The unit of T in the search: 1, or more if the two largest logits of a row are on average over 100 apart."""
+    if input_kind == "probs":  # the logarithm of the smallest double is -745
+        return 1.0
     count = torch.zeros(1, dtype=torch.float64)
     for part in source.parts():
+        low, high = torch.aminmax(part.input)
+        if float(low) >= -_LOWEST and float(high) <= _LOWEST:
+            continue
         for block in part.blocks():
             size = as_scores(block.input, input_kind).abs()
             count += ((size > _LOWEST) & (size < torch.inf)).any().cpu()
@@ -127,12 +132,15 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
     weight_sum = source.weight_sum
     floor = floor_of(weight_sum)
 
-    def objective(log_ts: list[float], rows: RowSource) -> tuple[Tensor, Tensor]:
+    def objective(log_ts: list[float], rows: RowSource) -> tuple[list[float], list[float]]:
         """The losses and their derivatives in log T."""
-        log_t = torch.tensor(log_ts, dtype=torch.float64)
-        beta = (-log_t).exp() / scale
-        value, slope = temperature_sums(rows, input_kind, beta, floor)
-        return value + log_t**2 / (2 * weight_sum), log_t / weight_sum - beta * slope
+        betas = [math.exp(-log_t) / scale for log_t in log_ts]
+        sums = temperature_sums(rows, input_kind, torch.tensor(betas, dtype=torch.float64), floor).tolist()
+        terms = list(zip(log_ts, betas, *sums, strict=True))
+        return (
+            [value + log_t**2 / (2 * weight_sum) for log_t, _, value, _ in terms],
+            [log_t / weight_sum - beta * slope for log_t, beta, _, slope in terms],
+        )
 
     step = _GRID_STEP
     if near is not None:
@@ -140,14 +148,18 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
     else:
         few = source.every(max(1, -(-source.n_rows * source.n_classes // _GRID_SIZE), source.n_rows // _GRID_ROWS))
         grid = [-_LOG_T + _GRID_STEP * i for i in range(round(2 * _LOG_T / _GRID_STEP) + 1)]
-        start = grid[int(objective(grid, few)[0].argmin())]
-    return scale * math.exp(_root(lambda log_t: float(objective([log_t], source)[1]), start, step))
+        losses = objective(grid, few)[0]
+        start = grid[losses.index(min(losses))]
+    return scale * math.exp(_root(lambda log_t: objective([log_t], source)[1][0], start, step))
 
 
 def _root(slope: Callable[[float], float], start: float, step: float) -> float:
-    """The point near ``start`` at which the slope changes from negative to positive, by secants inside a bracket; an
-    end of the range if no such point exists. Each step towards a bracket is twice as long as the one before, up to the
-    step of the grid."""
+    """The point near ``start`` at which the slope changes from negative to positive; an end of the range if no such
+    point exists. Each step towards a bracket is twice as long as the one before, up to the step of the grid.
+
+    Source: T. R. Chandrupatla, A new hybrid quadratic/bisection algorithm for finding the zero of a nonlinear function
+    without using derivatives, Advances in Engineering Software 28, 1997.
+    """
     low = high = start
     of_low = of_high = slope(start)
     while of_low > 0:
@@ -162,22 +174,27 @@ def _root(slope: Callable[[float], float], start: float, step: float) -> float:
         low, of_low = high, of_high
         high, step = high + step, min(2 * step, _GRID_STEP)
         of_high = slope(high)
-    side, middle = 0, start
+    # The bracket is from `last` to `other`; `third` is the point before.
+    last, of_last, other, of_other = low, of_low, high, of_high
+    share = of_last / (of_last - of_other)
     for _ in range(100):
-        previous, middle = middle, (low * of_high - high * of_low) / (of_high - of_low)
-        if abs(middle - previous) < 1e-9:
-            break
-        found = slope(middle)
-        if found == 0:
-            break
-        # Illinois method: halve the slope at an end that stays twice, so that both ends converge.
-        if found > 0:
-            high, of_high, of_low = middle, found, of_low / 2 if side > 0 else of_low
-            side = 1
+        moved = last + share * (other - last)
+        if abs(moved - last) < 1e-9:
+            return moved
+        found = slope(moved)
+        if (found > 0) == (of_last > 0):
+            third, of_third = last, of_last
         else:
-            low, of_low, of_high = middle, found, of_high / 2 if side < 0 else of_high
-            side = -1
-    return middle
+            third, of_third, other, of_other = other, of_other, last, of_last
+        last, of_last = moved, found
+        if of_last == 0 or abs(other - last) < 1e-9:
+            break
+        x, y = (last - other) / (third - other), (of_last - of_other) / (of_third - of_other)
+        share = 0.5
+        if y * y < x and (1 - y) ** 2 < 1 - x:  # the inverse of the parabola through the three points is monotone
+            share = of_last / (of_other - of_last) * of_third / (of_other - of_third)
+            share += (third - last) / (other - last) * of_last / (of_third - of_last) * of_other / (of_third - of_other)
+    return last
 
 
 def spread(source: RowSource, input_kind: str, scale: float = 1.0) -> float:

@@ -32,7 +32,7 @@ _FEW = 4_000_000
 
 _NEWTON_STEPS = 40
 NEWTON_DONE = 1e-9  # of g' H^-1 g, on the scale of the mean loss
-NEWTON_DONE_IN_A_FOLD = 1e-7
+NEWTON_DONE_IN_A_FOLD = 1e-6  # the last step squares it
 
 # Largest number of values of x that a fit keeps in memory between evaluations.
 _KEPT = 1 << 24
