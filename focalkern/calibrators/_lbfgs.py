@@ -46,6 +46,7 @@ def minimise(
     steps: int,
     pairs: "Pairs | None" = None,
     norm: float = math.inf,
+    brief: bool = False,
 ) -> Minimum:
     """Minimise a smooth function whose Hessian is near the identity, from ``start``.
 
@@ -57,19 +58,26 @@ def minimise(
         steps: largest number of steps.
         pairs: pairs from a search on nearly the same function.
         norm: the order of the norms; infinity is the largest entry.
+        brief: take a last step without an evaluation at its end if it would leave at most ``done / 2`` of the gradient,
+            should it shrink the gradient as much as the step before. The value is then that of the quadratic model.
 
     Source: Nocedal & Wright, Numerical Optimization, 2nd edition, 2006, algorithms 7.4, 7.5, 3.5 and 3.6.
     """
     point = start
     value, gradient = objective(point)
-    evaluations, memory = 1, Pairs(start, pairs)
+    evaluations, memory, previous = 1, Pairs(start, pairs), 0.0
     for _ in range(steps):
-        if float(torch.linalg.vector_norm(gradient, norm)) <= done:
+        size = float(torch.linalg.vector_norm(gradient, norm))
+        if size <= done:
             break
         direction = memory.direction(gradient)
         slope = float(gradient @ direction)
         if not slope < 0:  # the gradient is only rounding errors
             break
+        if brief and 2 * size * size <= done * previous:
+            point, value = point + direction, value + slope / 2
+            break
+        previous = size
         size, there, of_there, trials = _line_search(objective, point, direction, value, slope)
         evaluations += trials
         if of_there is None:

@@ -66,6 +66,6 @@ def _fitted(rows: SplineRows, members: Collection[str], near: Family | None) -> 
                 rows, Map(start.curve, weight, nothing if start.bias is None else start.bias), scales[kind], LBFGS_DONE
             )
         else:
-            found = fit_linear(rows, near[kind].map, scales[kind], LBFGS_DONE_IN_A_FOLD, near[kind].pairs)
+            found = fit_linear(rows, near[kind].map, scales[kind], LBFGS_DONE_IN_A_FOLD, near[kind].pairs, True)
         fits[kind] = found
     return Family(fits, scales)

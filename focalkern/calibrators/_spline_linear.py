@@ -158,11 +158,17 @@ def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
 
 
 def fit_linear(
-    rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE, pairs: Pairs | None = None
+    rows: SplineRows,
+    start: Map,
+    scales: Preconditioner,
+    done: float = LBFGS_DONE,
+    pairs: Pairs | None = None,
+    brief: bool = False,
 ) -> Fit:
     """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has weight and bias.
 
-    ``pairs`` are the curvature pairs of a fit with the same preconditioner to nearly the same rows.
+    ``pairs`` are the curvature pairs of a fit with the same preconditioner to nearly the same rows; ``brief`` as for
+    :func:`minimise`.
     """
     objective = LinearObjective(rows, start)
     origin = objective.point(start)
@@ -172,6 +178,7 @@ def fit_linear(
         return value, scales.gradient(slopes)
 
     norm, done = (2.0, _OF_LENGTH * done) if isinstance(scales, Root) else (torch.inf, done)
-    found = minimise(scaled, torch.zeros_like(origin), done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm)
+    zero = torch.zeros_like(origin)
+    found = minimise(scaled, zero, done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm, brief=brief)
     optimum = objective.map(origin + scales.step(found.point))
     return Fit(optimum, found.value, found.evaluations, found.converged, pairs=found.pairs)

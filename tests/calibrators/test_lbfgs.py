@@ -88,3 +88,13 @@ def test_rounding_ends_a_search():
 def test_at_the_minimum_nothing_moves():
     found = minimise(quadratic([1, 2], [0, 0]), zeros(2), done=1e-10, steps=10)
     assert (found.evaluations, found.converged, len(found.pairs)) == (1, True, 0)
+
+
+def test_a_brief_search_takes_its_last_step_without_an_evaluation():
+    objective, done = quadratic([0.8, 0.9, 1, 1.1, 1.2], [1, -2, 3, -4, 5]), 1e-4
+    whole = minimise(objective, zeros(5), done=done, steps=10)
+    brief = minimise(objective, zeros(5), done=done, steps=10, brief=True)
+    assert brief.evaluations < whole.evaluations
+    value, gradient = objective(brief.point)
+    assert float(gradient.abs().max()) <= done
+    assert brief.value == pytest.approx(value, abs=1e-3 * done)
