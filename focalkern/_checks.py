@@ -173,6 +173,11 @@ def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int | Non
         IndexError: names the first label out of range and its row (the index into the flattened target).
     """
     labels = target.reshape(-1).long()
+    if len(labels) == 0:
+        return
+    low, high = torch.stack(labels.aminmax()).tolist()
+    if low >= 0 and high < n_classes:
+        return
     invalid = (labels < 0) | (labels >= n_classes)
     if ignore_index is not None:
         invalid &= labels != ignore_index

@@ -67,12 +67,12 @@ def as_rows(
     if ignore_index is not None:
         ignore_index = label(name, "ignore_index", ignore_index, " or None")
 
-    counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    counts = None if ignore_index is None else labels != ignore_index
     label_range(name, labels, n_classes, ignore_index)
     if weight is not None:
-        counts &= weight > 0
+        counts = weight > 0 if counts is None else counts & (weight > 0)
     check_values(name, input, input_kind, counts)
-    if not bool(counts.all()):
+    if counts is not None and not bool(counts.all()):
         input, labels = input[counts], labels[counts]
         weight = None if weight is None else weight[counts]
     if len(input) == 0 and not empty:

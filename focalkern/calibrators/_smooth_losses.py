@@ -77,7 +77,7 @@ class NllOfNetworks:
         self._sums = map_nll_sums_for(input)
 
     def __len__(self) -> int:
-        return len(self.input)
+        return self.input.shape[0]
 
     def __call__(self, gammas: np.ndarray | None, betas: np.ndarray) -> np.ndarray:
         """[B, 7], as :func:`focalkern.fallback.map_nll_sums`; zeros for networks whose beta is NaN."""

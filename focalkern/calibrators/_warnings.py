@@ -78,17 +78,22 @@ def worse_than_uncalibrated(
     """
     input, target, weight = of.input, of.target, of.weight
     rows = max(1, _BLOCK // input.shape[1])
-    parts: list[tuple[Tensor, Tensor]] = []
+    parts: list[list[Tensor]] = []
     for block, labels in zip(input.split(rows), target.split(rows), strict=True):
-        wide = block.to(torch.float64)
-        none = (wide / wide.sum(-1, keepdim=True)).log() if input_kind == "probs" else wide.log_softmax(-1)
-        parts.append((_losses(none, labels), _losses(apply(block).to(torch.float64), labels)))
-    before, after = (torch.cat(list(side), 1) for side in zip(*parts, strict=True))
-    share = torch.ones_like(before[0]) if weight is None else weight.to(before)
-    share = share / share.sum()
+        log_probs = apply(block)
+        nll = -log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
+        if by:
+            wide = block.to(torch.float64)
+            none = (wide / wide.sum(-1, keepdim=True)).log() if input_kind == "probs" else wide.log_softmax(-1)
+            parts.append([nll, _losses(none, labels), _losses(log_probs.to(torch.float64), labels)])
+        else:
+            parts.append([nll])
+    nll, *both = (torch.cat(list(side), -1) for side in zip(*parts, strict=True))
 
     found = []
-    impossible = (after[0] == math.inf) & (share > 0)
+    impossible = nll == math.inf
+    if weight is not None:
+        impossible &= weight > 0
     if bool(impossible.any()):
         found.append(
             f"the NLL is infinite because {int(impossible.sum())} of {len(input)} rows (the first is "
@@ -96,8 +101,10 @@ def worse_than_uncalibrated(
             "every class a little of the probability)"
         )
     risen = []
+    share = torch.ones_like(nll, dtype=torch.float64) if weight is None else weight
+    share = share / share.sum()
     for loss in by:
-        old, new = (side[0 if loss == "nll" else 1] for side in (before, after))
+        old, new = (side[0 if loss == "nll" else 1] for side in both)
         difference = new - old
         if len(input) < 2 or not bool(difference.isfinite().all()):
             continue
