@@ -27,12 +27,12 @@ def in_order(result: Tensor, given: Tensor) -> Tensor:
     """
     if torch.onnx.is_in_onnx_export():  # ONNX has no cummax, and its exponentials round differently
         return result
-    value, order = result.detach(), given.detach().argsort(-1)
-    ascending = given.detach().gather(-1, order)
-    place = torch.arange(given.shape[-1], device=given.device).expand_as(order)
+    value = result.detach()
+    ascending, order = given.detach().sort(-1)
     goes_on = torch.nn.functional.pad(ascending[..., 1:] == ascending[..., :-1], (0, 1))
-    last_equal = place.masked_fill(goes_on, given.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
-    ordered = value.gather(-1, order).cummax(-1).values.gather(-1, last_equal)
+    ordered = value.gather(-1, order).cummax(-1).values
+    # Of equal ones the last has the largest result, and the next result is not smaller.
+    ordered = ordered.masked_fill(goes_on, torch.inf).flip(-1).cummin(-1).values.flip(-1)
     ordered = torch.zeros_like(value).scatter(-1, order, ordered)
     return torch.where(ordered == value, result, result + (ordered - value))
 
