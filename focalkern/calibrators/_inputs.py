@@ -5,21 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from focalkern import reference
 from focalkern._types import HALVES
 
-__all__ = ["as_pairs", "can_occur", "floored", "floored_input", "plain_map", "widened"]
-
-
-def plain_map(input: Tensor, gamma: float, temperature: float, input_kind: str) -> Tensor:
-    """Log-probabilities of the focal calibration map in torch's own operators, which every exporter supports.
-
-    With gamma = 0 this is log_softmax, which ONNX writes as four nodes.
-    """
-    if gamma == 0 and input_kind == "logits":
-        wide = widened(input)  # the row maximum is subtracted, because x / temperature could overflow
-        return ((wide - wide.amax(-1, keepdim=True)) / temperature).log_softmax(-1).to(input.dtype)
-    return reference.focal_calibration_map(input, gamma, temperature, input_kind=input_kind, log=True)
+__all__ = ["as_pairs", "can_occur", "floored", "floored_input", "widened"]
 
 
 def widened(input: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern import reference
 from focalkern._checks import flag, number, one_of
 from focalkern._types import INPUT_KINDS, InputKind
-from focalkern.calibrators._inputs import as_pairs, floored_input, plain_map
+from focalkern.calibrators._inputs import as_pairs, floored_input
+from focalkern.calibrators._plain_map import plain_binary_map, plain_map
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 
 __all__ = ["CalibratedLogProbs", "CalibratedLogits", "ClassAxis", "ExactBuffers", "FlooredInput", "MultiLabelLogits"]
@@ -57,7 +57,7 @@ class CalibratedLogProbs(_Constants):
     with phi(q) = -q log q / (1 - q). gamma and T are Python numbers, not buffers, so that ``module.half()`` does not
     round them. ``torch.export`` and ``torch.compile`` treat them as constants. ``state_dict`` stores them as one
     float64 tensor [gamma, temperature]. ``torch.onnx.export(..., dynamo=True)`` exports the same map in ONNX operators;
-    ``fused=False`` computes it in torch's own operators everywhere.
+    ``fused=False`` computes it in torch's own operators everywhere. In ONNX rounding may exchange nearly equal classes.
 
     Args:
         gamma: > -1; 0 is temperature scaling. A negative gamma uses the same formula.
@@ -94,7 +94,7 @@ class CalibratedLogits(CalibratedLogProbs):
             log_probs = super().forward(as_pairs(input, "probs"))
             return log_probs[..., 1] - log_probs[..., 0]
         if self._plain():
-            return reference.binary_focal_calibration_map(input, self.gamma, self.temperature, log_odds=True)
+            return plain_binary_map(input, self.gamma, self.temperature)
         return binary_focal_calibration_map(input, self.gamma, self.temperature, log_odds=True)
 
 
@@ -192,9 +192,14 @@ class MultiLabelLogits(ExactBuffers):
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., L], floating point -> calibrated logits [..., L], whose sigmoids are the probabilities."""
         plain = not self.fused or torch.onnx.is_in_onnx_export()
+        parameters = self.gammas, self.temperatures
         if self.input_kind == "probs":
-            of_pairs = reference.focal_calibration_map if plain else focal_calibration_map
-            log_probs = of_pairs(as_pairs(input, "probs"), self.gammas, self.temperatures, input_kind="probs", log=True)
+            pairs = as_pairs(input, "probs")
+            if plain:
+                log_probs = plain_map(pairs, *parameters, "probs")
+            else:
+                log_probs = focal_calibration_map(pairs, *parameters, input_kind="probs", log=True)
             return log_probs[..., 1] - log_probs[..., 0]
-        of_logits = reference.binary_focal_calibration_map if plain else binary_focal_calibration_map
-        return of_logits(input, self.gammas, self.temperatures, log_odds=True)
+        if plain:
+            return plain_binary_map(input, *parameters)
+        return binary_focal_calibration_map(input, *parameters, log_odds=True)

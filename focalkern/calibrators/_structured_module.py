@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._inputs import as_pairs, can_occur, floored, plain_map, widened
+from focalkern.calibrators._inputs import as_pairs, can_occur, floored, widened
 from focalkern.calibrators._modules import ExactBuffers
+from focalkern.calibrators._plain_map import plain_map
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["StructuredLogProbs"]

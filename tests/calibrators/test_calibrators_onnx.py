@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import assert_close, peer
 
+import focalkern as fk
 from focalkern.calibrators import (
     CalibratedLogits,
     CalibratedLogProbs,
@@ -115,10 +116,35 @@ def test_what_onnxruntime_computes_is_what_the_modules_compute(tmp_path):
         compare(name, theirs, ours.numpy())
 
 
-@pytest.mark.parametrize("gamma", [0.0, 2.0, -0.5])
+@pytest.mark.parametrize(("module", "nodes"), [(CalibratedLogProbs(2.0, 1.7), 25), (CalibratedLogProbs(0.0, 1.7), 4)])
+def test_the_graph_is_small(module, nodes):
+    peer("onnx"), peer("onnxscript")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(module, (rows(6),), dynamo=True, verbose=False)
+    assert len(program.model.graph) <= nodes
+
+
+# Also near the limit -1, and one whose factor u^gamma is far below p.
+@pytest.mark.parametrize("gamma", [0.0, 2.0, 8.0, -0.5, -0.9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_the_plain_formula_is_the_operator(gamma, dtype):
     logits = rows(6).to(dtype)
     fused, plain = CalibratedLogProbs(gamma, 1.7), CalibratedLogProbs(gamma, 1.7, fused=False)
     assert_close(plain(logits), fused(logits))
     assert "fused=False" in repr(plain)
+
+
+@pytest.mark.parametrize("gamma", [2.0, -0.5])
+def test_the_plain_formula_has_the_derivatives_and_the_order_of_the_definition(gamma):
+    given = rows(6)[5:].double()
+    given[0, :2] = given[0].max()
+    plain, definition = given.clone().requires_grad_(), given.clone().requires_grad_()
+    result = CalibratedLogProbs(gamma, 1.7, fused=False)(plain)
+    upstream = torch.randn_like(given)
+    result.backward(upstream)
+    fk.reference.focal_calibration_map(definition, gamma, 1.7, log=True).backward(upstream)
+    assert_close(plain.grad, definition.grad)
+    close = (1 + torch.arange(40) * 2.0**-23).flip(0).repeat_interleave(2).unsqueeze(0)
+    ordered = CalibratedLogProbs(gamma, 1.7, fused=False)(close)[0]
+    assert torch.equal(ordered[::2], ordered[1::2]) and bool((ordered.diff() <= 0).all())

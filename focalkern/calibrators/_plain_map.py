@@ -1,0 +1,63 @@
+"""The focal calibration map in few of torch's own operators, which every exporter supports.
+
+The definition in :mod:`focalkern.reference` masks impossible classes for its gradient and computes phi by a series; an
+exporter would write about 160 nodes of it.
+"""
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._inputs import widened
+from focalkern.reference._calibration import in_order
+
+__all__ = ["plain_binary_map", "plain_map"]
+
+
+def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, input_kind: str) -> Tensor:
+    """Log-probabilities of the focal calibration map of ``input`` [..., C], C >= 2.
+
+    The graph for ONNX has 25 nodes, with gamma = 0 four. gamma and temperature are numbers, or tensors broadcastable to
+    [...]. ONNX has no cumulative maximum, so its graph does not correct the rounding of nearly equal classes.
+    """
+    wide = widened(input)
+    z = wide.log() if input_kind == "probs" else wide
+    if isinstance(gamma, Tensor):
+        gamma = gamma.to(z).unsqueeze(-1)
+    elif gamma == 0:  # the row maximum is subtracted, because z / temperature could overflow
+        return ((z - z.amax(-1, keepdim=True)) / temperature).log_softmax(-1).to(input.dtype)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(z).unsqueeze(-1)
+
+    log_q = (z / temperature).log_softmax(-1)
+    log_u, focal = _terms(log_q.exp(), gamma)
+    # 1 - q of the largest class cancels, so log_u is the log-sum-exp of the others: of any class, its value before the
+    # softmax minus its value after. Not torch.logsumexp, because ONNX runtimes may compute it without a shift. Classes
+    # that tie for the largest have q <= 1/2, where nothing cancels.
+    second = log_q.topk(2, -1).values[..., 1:]
+    is_top = log_q > second
+    others = log_q.masked_fill(is_top, -1e30)  # not -inf, because it may be the only possible class
+    log_u_top = others.amax(-1, keepdim=True) - others.log_softmax(-1).amax(-1, keepdim=True)
+    log_u = torch.where(is_top, log_u_top, log_u)
+    log_p = (log_q - gamma * log_u - focal).log_softmax(-1)
+    return in_order(log_p, z).to(input.dtype)
+
+
+def plain_binary_map(logits: Tensor, gamma: float | Tensor, temperature: float | Tensor) -> Tensor:
+    """Calibrated logits of one logit per sample: the difference of the two classes of :func:`plain_map`."""
+    s = widened(logits)
+    gamma, temperature = (x.to(s) if isinstance(x, Tensor) else x for x in (gamma, temperature))
+    s = s / temperature
+    focal, focal_of_other = (_terms(x.sigmoid(), gamma)[1] for x in (s, -s))
+    return ((1 + gamma) * s - focal + focal_of_other).to(logits.dtype)
+
+
+def _terms(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
+    """log(1 - q) and log(1 + gamma phi) of probabilities.
+
+    phi = -q log(q) / (1 - q) does not cancel for q near 1: q is a floating-point number, 1 - q is exact there, and phi
+    changes little with the rounding of q.
+    """
+    of = torch.finfo(q.dtype)
+    q = q.clamp(of.tiny, 1 - of.eps / 2)
+    u = 1 - q
+    return u.log(), (1 - gamma * (q * q.log() / u)).log()
