@@ -34,11 +34,15 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
     if isinstance(values, Tensor):
         if values.is_nested or values.layout != torch.strided or values.is_quantized:
             raise TypeError(f"{what} must be a dense tensor that is not quantized, got {short(values)}")
+        if values.dtype not in FLOATS and values.is_floating_point():  # float8 has no arithmetic
+            raise TypeError(f"{what} must be float16, bfloat16, float32 or float64, got {values.dtype}")
+        if values.requires_grad:
+            values = values.detach()
+        if values.is_cpu:
+            return values
         if values.device.type == "meta":
             raise ValueError(f"{what} must have values, got {short(values)} on the device meta")
-        if values.is_floating_point() and values.dtype not in FLOATS:  # float8 has no arithmetic
-            raise TypeError(f"{what} must be float16, bfloat16, float32 or float64, got {values.dtype}")
-        return where_float64(values.detach())
+        return where_float64(values)
     if hasattr(values, "columns") and hasattr(values, "to_numpy"):  # a frame, whose columns may be in any order
         try:
             places = class_columns([str(name) for name in values.columns]).places

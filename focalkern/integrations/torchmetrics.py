@@ -18,7 +18,7 @@ from torch import Tensor
 
 from focalkern import metrics
 from focalkern._arrays import flat_rows
-from focalkern.metrics._bins import equal_width_edges, equal_width_index
+from focalkern.metrics._bins import equal_width_bin
 from focalkern.metrics._inputs import probs_and_target
 
 try:
@@ -70,10 +70,10 @@ class _FocalkernMetric(Metric):
         op = type(self).__name__
         if preds.dim() < 2:
             raise ValueError(f"{op}: preds must be [N, C, ...], got shape {list(preds.shape)}")
-        expected = [preds.shape[0], *preds.shape[2:]]
-        if list(target.shape) != expected:
-            raise ValueError(f"{op}: target must be [N, ...] = {expected}, got {list(target.shape)}")
-        scores, target = flat_rows(preds.detach()), target.detach().reshape(-1)
+        expected = preds.shape[:1] + preds.shape[2:]
+        if target.shape != expected:
+            raise ValueError(f"{op}: target must be [N, ...] = {list(expected)}, got {list(target.shape)}")
+        scores, target = (preds, target) if preds.dim() == 2 else (flat_rows(preds), target.reshape(-1))
         if self.ignore_index is not None:
             kept = target != self.ignore_index
             scores, target = scores[kept], target[kept]
@@ -365,10 +365,9 @@ def _add_bin_sums(metric: Any, shape: tuple[int, ...]) -> None:
     metric.add_state("correct_sum", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
 
-@torch.no_grad()
 def _add_to_bin_sums(metric: Any, confidence: Tensor, correct: Tensor) -> None:
     """Adds confidences [..., rows] to the sums [..., M] of equal-width bins."""
-    index = equal_width_index(confidence, equal_width_edges(confidence, metric.n_bins)).sub_(1)
+    index = equal_width_bin(confidence, metric.n_bins)
     metric.count.scatter_add_(-1, index, torch.ones_like(index))
     metric.confidence_sum.scatter_add_(-1, index, confidence.to(torch.float64))
     metric.correct_sum.scatter_add_(-1, index, correct.to(torch.float64))

@@ -1,5 +1,6 @@
 """Reliability bins by each estimator, and the errors as functions of the bins."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ __all__ = [
     "ReliabilityBins",
     "bins_of",
     "debiased_error",
+    "equal_width_bin",
     "equal_width_edges",
     "equal_width_index",
     "expected_error",
@@ -186,6 +188,18 @@ def bins_of(op: str, rows: MetricInput, n_bins: int, estimator: Estimator) -> Re
 def equal_width_edges(confidence: Tensor, n_bins: int) -> Tensor:
     """[M + 1]: k/M, rounded to the dtype of the confidence."""
     return (torch.arange(n_bins + 1, dtype=torch.float64, device=confidence.device) / n_bins).to(confidence.dtype)
+
+
+def equal_width_bin(confidence: Tensor, n_bins: int) -> Tensor:
+    """The bin of each confidence, from 0 to M - 1."""
+    if confidence.numel() > _FEW:
+        return equal_width_index(confidence, equal_width_edges(confidence, n_bins)).sub_(1)
+    return torch.searchsorted(_inner_edges(n_bins, confidence.dtype, confidence.device), confidence)
+
+
+@functools.lru_cache(maxsize=16)
+def _inner_edges(n_bins: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return equal_width_edges(torch.empty(0, dtype=dtype, device=device), n_bins)[1:-1]
 
 
 def equal_width_index(confidence: Tensor, edges: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
     if not log and probs.numel():
         low, high = torch.aminmax(probs)
         # The comparison is false for NaN, so NaN raises too.
-        if not (bool(low >= 0) and bool(high <= 1 + _ABOVE_ONE)):
+        if not (float(low) >= 0 and float(high) <= 1 + _ABOVE_ONE):
             inside = ((probs >= 0) & (probs <= 1 + _ABOVE_ONE)).all(-1)
             row = (~inside).nonzero()[0].tolist()
             raise ValueError(
@@ -119,7 +119,8 @@ def probs_and_target(op: str, probs: Any, target: Any, *, log: bool = False) -> 
     if target.shape != probs.shape[:-1]:
         pixels = f" or [N, d1, ...] = {[len(probs), *probs.shape[2:]]}" if probs.dim() > 2 else ""
         raise ValueError(f"{op}: target must be [N] = {list(probs.shape[:-1])}{pixels}, got {list(target.shape)}")
-    target = target.to(torch.int64)
+    if target.dtype != torch.int64:
+        target = target.to(torch.int64)
     low, high = torch.aminmax(target) if target.numel() else (0, 0)
     if not 0 <= int(low) <= int(high) < max(1, probs.shape[-1]):
         outside = (target < 0) | (target >= probs.shape[-1])
