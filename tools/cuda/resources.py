@@ -128,11 +128,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.cuda.resources", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the table to this CSV file; default: standard output")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel spills or has a stack frame")
-    parser.add_argument("--compile", nargs="+", metavar="SM", help="compile the sources for these, as 80 90, instead")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--compile", nargs="+", metavar="SM", help="compile the sources for these, as 80 90, instead")
+    instead.add_argument("--library", type=Path, help="read this library instead, as instruction_counts --build makes it")
     arguments = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            rows = read(*(compile_for(arguments.compile, Path(folder)) if arguments.compile else ()))
+            modules = [arguments.library] if arguments.library else []
+            rows = read(*(compile_for(arguments.compile, Path(folder)) if arguments.compile else modules))
     except ResourcesUnavailableError as problem:
         print(f"resources: {problem}", file=sys.stderr)
         return 2
