@@ -187,7 +187,8 @@ class FoldFits:
         if key not in self._fits:
             alike = [one for one in self._splines if (float(one.penalty), one.input_kind) == key]
             parts = (self._without(k) for k in range(self._folds))
-            self._fits[key] = SplineFolds(self._source, alike, parts, self._temperatures.get(kind))
+            held_out = (self._within(k) for k in range(self._folds))
+            self._fits[key] = SplineFolds(self._source, alike, parts, held_out, self._temperatures.get(kind))
         return self._fits[key].fitted(candidate, self._class_counts)
 
     def held_out(self, candidate: Any, k: int) -> Predict:
@@ -196,6 +197,9 @@ class FoldFits:
         if isinstance(candidate, RobustTemperatureScaling):
             return floored_map(self._without(k), kind, self._temperatures[kind])
         return self._fits[float(candidate.penalty), kind].held_out(candidate, k)
+
+    def _within(self, k: int) -> RowSource:
+        return self._source.select(lambda number: self._fold_of(number) == k)
 
     def _without(self, k: int) -> RowSource:
         if k in self._parts:

@@ -47,6 +47,7 @@ def minimise(
     pairs: "Pairs | None" = None,
     norm: float = math.inf,
     brief: bool = False,
+    first: tuple[float, Tensor] | None = None,
 ) -> Minimum:
     """Minimise a smooth function whose Hessian is near the identity, from ``start``.
 
@@ -60,12 +61,13 @@ def minimise(
         norm: the order of the norms; infinity is the largest entry.
         brief: take a last step without an evaluation at its end if it would leave at most ``done / 2`` of the gradient,
             should it shrink the gradient as much as the step before. The value is then that of the quadratic model.
+        first: value and gradient at ``start``, if known.
 
     Source: Nocedal & Wright, Numerical Optimization, 2nd edition, 2006, algorithms 7.4, 7.5, 3.5 and 3.6.
     """
     point = start
-    value, gradient = objective(point)
-    evaluations, memory, previous = 1, Pairs(start, pairs), 0.0
+    value, gradient = objective(point) if first is None else first
+    evaluations, memory, previous = int(first is None), Pairs(start, pairs), 0.0
     for _ in range(steps):
         size = float(torch.linalg.vector_norm(gradient, norm))
         if size <= done:

@@ -3,22 +3,25 @@
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from focalkern.calibrators._row_source import MemoryRows
-from focalkern.calibrators._spline_fit import NEWTON_DONE_IN_A_FOLD, Fit, Map, fit_curve
+from focalkern.calibrators._spline_fit import NEWTON_DONE_IN_A_FOLD, Fit, Map, curve_sums, fit_curve
 from focalkern.calibrators._spline_linear import (
     LBFGS_DONE,
     LBFGS_DONE_IN_A_FOLD,
     Preconditioner,
     fit_linear,
+    linear_sums,
     precondition,
 )
 from focalkern.calibrators._spline_order import fit_ordered
 from focalkern.calibrators._spline_rows import SplineRows
 
-__all__ = ["Family", "fit_family"]
+__all__ = ["Family", "family_sums", "fit_family"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,12 @@ class Family:
         return self.fits[member]
 
 
-def fit_family(rows: SplineRows, members: Collection[str], near: Family | None = None) -> Family:
+def fit_family(
+    rows: SplineRows,
+    members: Collection[str],
+    near: Family | None = None,
+    sums: Mapping[str, Tensor] | None = None,
+) -> Family:
     """Fit the given members and the members from which their fits start.
 
     The fits of scalar and vector start from the free curve; the fit of the matrix starts from the vector.
@@ -40,14 +48,32 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
     Args:
         members: some of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
         near: the family fitted to nearly the same rows (for a fold: to all rows). Every fit starts from it.
+        sums: those of :func:`family_sums` for these rows at ``near``.
     """
-    # Without what autograd keeps of each operation. The rows of a user's function are read outside.
-    with torch.inference_mode() if isinstance(rows.source, MemoryRows) else contextlib.nullcontext():
-        return _fitted(rows, members, near)
+    with _without_autograd(rows):
+        return _fitted(rows, members, near, sums or {})
 
 
-def _fitted(rows: SplineRows, members: Collection[str], near: Family | None) -> Family:
-    free = fit_curve(rows) if near is None else fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD, True)
+def family_sums(rows: SplineRows, family: Family) -> dict[str, Tensor]:
+    """For each member that is fitted freely, the summed loss of the rows and its derivatives at a family's optimum."""
+    with _without_autograd(rows):
+        return {
+            member: curve_sums(rows, fit.map) if member == "free" else linear_sums(rows, fit.map)
+            for member, fit in family.fits.items()
+            if member != "scalar"
+        }
+
+
+def _without_autograd(rows: SplineRows) -> contextlib.AbstractContextManager[Any]:
+    """Without what autograd keeps of each operation. The rows of a user's function are read outside."""
+    return torch.inference_mode() if isinstance(rows.source, MemoryRows) else contextlib.nullcontext()
+
+
+def _fitted(rows: SplineRows, members: Collection[str], near: Family | None, sums: Mapping[str, Tensor]) -> Family:
+    if near is None:
+        free = fit_curve(rows)
+    else:
+        free = fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD, True, sums.get("free"))
     fits = {"free": free}
     kinds = [kind for kind in ("vector", "matrix") if kind in members or (kind == "vector" and "matrix" in members)]
     if "scalar" in members:
@@ -66,6 +92,7 @@ def _fitted(rows: SplineRows, members: Collection[str], near: Family | None) -> 
                 rows, Map(start.curve, weight, nothing if start.bias is None else start.bias), scales[kind], LBFGS_DONE
             )
         else:
-            found = fit_linear(rows, near[kind].map, scales[kind], LBFGS_DONE_IN_A_FOLD, near[kind].pairs, True)
+            of_near = (near[kind].map, scales[kind], LBFGS_DONE_IN_A_FOLD, near[kind].pairs)
+            found = fit_linear(rows, *of_near, brief=True, sums=sums.get(kind))
         fits[kind] = found
     return Family(fits, scales)

@@ -21,6 +21,7 @@ __all__ = [
     "arguments",
     "blocks_in_memory",
     "curve_derivatives",
+    "curve_sums",
     "fit_curve",
     "parts_of",
     "predictor",
@@ -90,8 +91,23 @@ class Fit:
     pairs: Pairs | None = None
 
 
-def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
-    """The objective J / W with its gradient and Hessian in the curve."""
+def curve_derivatives(rows: SplineRows, map: Map, sums: Tensor | None = None) -> Derivatives:
+    """The objective J / W with its gradient and Hessian in the curve.
+
+    ``sums`` is the result of :func:`curve_sums`, if known.
+    """
+    n = len(map.curve)
+    sums = curve_sums(rows, map) if sums is None else sums
+    nll, gradient, hessian = float(sums[0]), sums[1 : 1 + n], sums[1 + n :].reshape(n, n)
+    total = rows.weight_sum
+    quadratic = rows.factor / total * rows.penalty
+    pull = quadratic @ map.curve
+    value = nll / total + float(map.curve @ pull) + _linear_penalty(rows, map)
+    return Derivatives(value, gradient / total + 2 * pull, hessian / total + 2 * quadratic, nll / total)
+
+
+def curve_sums(rows: SplineRows, map: Map) -> Tensor:
+    """[1 + n + n^2]: the summed loss without penalties, its gradient and Hessian in the curve [n]."""
     n = len(map.curve)
     sums = torch.zeros(1 + n + n * n, dtype=torch.float64)
     for part, _, extra in parts_of(rows, map):
@@ -100,13 +116,7 @@ def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
         sums[0] += value
         sums[1 : 1 + n] += slopes
         sums[1 + n :] += curvature.reshape(-1)
-    sums = rows.source.add_up(sums)
-    nll, gradient, hessian = float(sums[0]), sums[1 : 1 + n], sums[1 + n :].reshape(n, n)
-    total = rows.weight_sum
-    quadratic = rows.factor / total * rows.penalty
-    pull = quadratic @ map.curve
-    value = nll / total + float(map.curve @ pull) + _linear_penalty(rows, map)
-    return Derivatives(value, gradient / total + 2 * pull, hessian / total + 2 * quadratic, nll / total)
+    return rows.source.add_up(sums)
 
 
 def parts_of(
@@ -172,10 +182,17 @@ def _linear_penalty(rows: SplineRows, map: Map) -> float:
     return float((of_weight * map.weight.square()).sum() + of_bias * map.bias.square().sum())
 
 
-def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTON_DONE, brief: bool = False) -> Fit:
+def fit_curve(
+    rows: SplineRows,
+    start: Tensor | None = None,
+    done: float = NEWTON_DONE,
+    brief: bool = False,
+    sums: Tensor | None = None,
+) -> Fit:
     """Newton's method in (a, f) from ``start``; None starts from the identity.
 
-    ``brief`` takes the last step without derivatives at its end, and its value from the quadratic model.
+    ``brief`` takes the last step without derivatives at its end, and its value from the quadratic model. ``sums`` is
+    the result of :func:`curve_sums` at ``start``, if known.
     """
     curve, passes = torch.zeros(len(rows.spline.knots) + 1, dtype=torch.float64), 0
     if start is not None:
@@ -184,7 +201,7 @@ def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTO
         few = rows.on(rows.source.every(-(-rows.source.n_rows * rows.n_classes // _FEW)))
         if few.weight_sum > 0:
             curve = fit_curve(replace(few, factor=rows.factor * few.weight_sum / rows.weight_sum)).map.curve
-    here = curve_derivatives(rows, Map(curve))
+    here = curve_derivatives(rows, Map(curve), sums)
     for _ in range(_NEWTON_STEPS):
         passes += 1
         step = newton_step(here.gradient, here.hessian)

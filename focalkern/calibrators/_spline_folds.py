@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._spline import SplineScaling
-from focalkern.calibrators._spline_family import fit_family
+from focalkern.calibrators._spline_family import family_sums, fit_family
 from focalkern.calibrators._spline_fit import Predict, predictor
 from focalkern.calibrators._spline_rows import SplineRows
 
@@ -44,6 +45,8 @@ class SplineFolds:
         source: all rows.
         candidates: spline scalings with one ``penalty`` and one ``input_kind``.
         parts: for each fold, the rows outside it.
+        held_out: the rows of each fold. Each fit outside a fold starts from the sums at the fit to all rows, which are
+            the totals of all folds without those of the fold.
         temperature: result of :func:`robust_temperature` of all rows, if known.
     """
 
@@ -52,13 +55,18 @@ class SplineFolds:
         source: RowSource,
         candidates: Sequence[SplineScaling],
         parts: Iterable[RowSource],
+        held_out: Iterable[RowSource],
         temperature: float | None = None,
     ) -> None:
         first = candidates[0]
         members = {candidate._member() for candidate in candidates}
         self._all = SplineRows.of(source, first.input_kind, float(first.penalty), temperature)
         self._family = fit_family(self._all, members)
-        self._parts = [fit_family(self._all.on(part), members, self._family) for part in parts]
+        of_folds = [family_sums(self._all.on(part), self._family) for part in held_out]
+        self._parts = []
+        for part, own in zip(parts, of_folds, strict=True):
+            others = {name: torch.stack([one[name] for one in of_folds]).sum(0) - sums for name, sums in own.items()}
+            self._parts.append(fit_family(self._all.on(part), members, self._family, others))
 
     def fitted(self, candidate: SplineScaling, class_counts: Tensor) -> SplineScaling:
         """A copy of the candidate fitted to all rows; ``class_counts`` [C] is the number of rows per class."""

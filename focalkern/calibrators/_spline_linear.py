@@ -20,7 +20,15 @@ from focalkern.calibrators._spline_fit import (
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.ops.spline_sums import spline_sums_for
 
-__all__ = ["LBFGS_DONE", "LBFGS_DONE_IN_A_FOLD", "LBFGS_STEPS", "Preconditioner", "fit_linear", "precondition"]
+__all__ = [
+    "LBFGS_DONE",
+    "LBFGS_DONE_IN_A_FOLD",
+    "LBFGS_STEPS",
+    "Preconditioner",
+    "fit_linear",
+    "linear_sums",
+    "precondition",
+]
 
 # With more classes, the Hessian takes longer than the evaluations that it saves.
 _FEW_CLASSES = 15
@@ -59,6 +67,10 @@ class LinearObjective:
         return Map(curve.cpu(), weight.reshape(self._shape), bias)
 
     def __call__(self, point: Tensor) -> tuple[float, Tensor]:
+        return self.of_sums(point, self.sums(point))
+
+    def sums(self, point: Tensor) -> Tensor:
+        """The summed loss without penalties and its gradient, as one tensor."""
         rows, map, vector = self._rows, self.map(point), len(self._shape) == 1
         sums = torch.zeros(1 + len(point), dtype=torch.float64, device=rows.device)
         for part, x, extra in parts_of(rows, map, self._blocks):
@@ -67,8 +79,11 @@ class LinearObjective:
             of_linear = of_classes if x is None else (slopes.T @ x).reshape(-1)
             sums[0] += value
             sums[1:] += torch.cat([of_curve.to(rows.device), of_linear, of_one])
-        sums = rows.source.add_up(sums) / rows.weight_sum
-        n_curve = len(self._of_curve)
+        return rows.source.add_up(sums)
+
+    def of_sums(self, point: Tensor, sums: Tensor) -> tuple[float, Tensor]:
+        """Value and gradient from :meth:`sums` at a point."""
+        sums, n_curve = sums / self._rows.weight_sum, len(self._of_curve)
         pull = torch.cat([self._of_curve @ point[:n_curve], self._of_others * point[n_curve:]])
         return float(sums[0] + point @ pull), torch.add(sums[1:], pull, alpha=2)
 
@@ -164,21 +179,31 @@ def fit_linear(
     done: float = LBFGS_DONE,
     pairs: Pairs | None = None,
     brief: bool = False,
+    sums: Tensor | None = None,
 ) -> Fit:
     """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has weight and bias.
 
     ``pairs`` are the curvature pairs of a fit with the same preconditioner to nearly the same rows; ``brief`` as for
-    :func:`minimise`.
+    :func:`minimise`; ``sums`` is the result of :func:`linear_sums` at ``start``, if known.
     """
     objective = LinearObjective(rows, start)
     origin = objective.point(start)
 
     def scaled(point: Tensor) -> tuple[float, Tensor]:
-        value, slopes = objective(origin + scales.step(point))
+        return preconditioned(*objective(origin + scales.step(point)))
+
+    def preconditioned(value: float, slopes: Tensor) -> tuple[float, Tensor]:
         return value, scales.gradient(slopes)
 
+    first = None if sums is None else preconditioned(*objective.of_sums(origin, sums))
     norm, done = (2.0, _OF_LENGTH * done) if isinstance(scales, Root) else (torch.inf, done)
     zero = torch.zeros_like(origin)
-    found = minimise(scaled, zero, done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm, brief=brief)
+    found = minimise(scaled, zero, done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm, brief=brief, first=first)
     optimum = objective.map(origin + scales.step(found.point))
     return Fit(optimum, found.value, found.evaluations, found.converged, pairs=found.pairs)
+
+
+def linear_sums(rows: SplineRows, map: Map) -> Tensor:
+    """The summed loss without penalties and its gradient in the curve, v or the rows of D, and b, as one tensor."""
+    objective = LinearObjective(rows, map)
+    return objective.sums(objective.point(map))

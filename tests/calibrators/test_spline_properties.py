@@ -14,6 +14,27 @@ from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._cross_validation import cross_validate
 
 
+def test_a_fold_starts_with_the_sums_of_the_rows_outside_it(monkeypatch):
+    fit_family, compared = _spline_folds.fit_family, []
+
+    def recorded(rows, members, near=None, sums=None):
+        if near is not None:
+            expected = _spline_folds.family_sums(rows, near)
+            assert set(sums) == set(expected) == {"free", "vector", "matrix"}
+            compared.extend((sums[name], expected[name]) for name in expected)
+        return fit_family(rows, members, near, sums)
+
+    monkeypatch.setattr(_spline_folds, "fit_family", recorded)
+    logits, target = draw(203, 4)  # folds of different sizes
+    weight = torch.rand(203, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+    cross_validate(
+        logits, target, as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0, weight=weight
+    )
+    assert len(compared) == 15
+    for sums, expected in compared:
+        assert sums.numpy() == pytest.approx(expected.numpy(), rel=1e-9, abs=1e-9)
+
+
 @pytest.mark.parametrize("case", ["scale", "bias", "crossing", "few rows", "two classes"])
 def test_warm_and_cold_folds_choose_the_same(case, monkeypatch):
     """A fold that starts from the fit to all rows must give the result of a fit without its own test rows."""
@@ -31,7 +52,7 @@ def test_warm_and_cold_folds_choose_the_same(case, monkeypatch):
     fit_family = _spline_folds.fit_family
     starts = []
 
-    def cold_family(rows, members, near=None):
+    def cold_family(rows, members, near=None, sums=None):
         starts.append(near)
         return fit_family(rows, members)
 
