@@ -214,8 +214,9 @@ def _refuse_fused_head(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
 
 
 class _FeaturesInTraining:
-    """Makes the output head of a model return its input while the model, or PEFT's wrapper ``whole`` of it, is called in
-    training mode with labels."""
+    """Makes the output head of a model return its input while ``whole``, which is the model or PEFT's wrapper of it, is
+    called in training mode with labels.
+    """
 
     def __init__(self, model: Any, whole: Any, undo: contextlib.ExitStack) -> None:
         op = "use_focal_loss"

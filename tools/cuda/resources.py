@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel spills or has a stack frame")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--compile", nargs="+", metavar="SM", help="compile the sources for these, as 80 90, instead")
-    instead.add_argument("--library", type=Path, help="read this library instead, as instruction_counts --build makes it")
+    instead.add_argument("--library", type=Path, help="read this library of instruction_counts --build instead")
     arguments = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as folder:
