@@ -28,6 +28,11 @@ def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor,
     if isinstance(temperature, Tensor):
         temperature = temperature.to(z).unsqueeze(-1)
 
+    if z.shape[-1] < 2:
+        raise ValueError(
+            "the focal calibration map: input must have at least two classes in its last dimension, got shape "
+            f"{list(input.shape)}"
+        )
     log_q = (z / temperature).log_softmax(-1)
     log_u, focal = _terms(log_q.exp(), gamma)
     # 1 - q of the largest class cancels, so log_u is the log-sum-exp of the others: of any class, its value before the

@@ -148,3 +148,8 @@ def test_the_plain_formula_has_the_derivatives_and_the_order_of_the_definition(g
     close = (1 + torch.arange(40) * 2.0**-23).flip(0).repeat_interleave(2).unsqueeze(0)
     ordered = CalibratedLogProbs(gamma, 1.7, fused=False)(close)[0]
     assert torch.equal(ordered[::2], ordered[1::2]) and bool((ordered.diff() <= 0).all())
+
+
+def test_the_plain_formula_needs_two_classes():
+    with pytest.raises(ValueError, match=r"at least two classes in its last dimension, got shape \[3, 1\]"):
+        CalibratedLogProbs(1.0, 1.0, fused=False)(torch.zeros(3, 1))
