@@ -115,6 +115,30 @@ def smoothing(quick: bool) -> Iterator[Case]:
 
 
 @group
+def extras(quick: bool) -> Iterator[Case]:
+    """Statistics of the rows and the z-loss, against the loss without them."""
+    plain = list(itertools.product(((1024, 1000), (4096, 100), (128, 32000)), (torch.float32, torch.bfloat16), ({},)))
+    smoothed = [((1024, 1000), torch.float32, {"label_smoothing": 0.1})]
+    for (n, classes), dtype, common in plain[:1] if quick else plain + smoothed:
+        logits, target = drawn(n, classes)
+        name = (
+            "focal loss" + (" in bfloat16" if dtype == torch.bfloat16 else "") + (", smoothing 0.1" if common else "")
+        )
+        for option, value in (("return_stats", True), ("z_loss", 1e-4)):
+            providers = [
+                Provider("focalkern", step(loss_alone, logits.to(dtype), target, **common, **{option: value})),
+                Provider(f"without {option}", step(loss_alone, logits.to(dtype), target, **common)),
+            ]
+            yield f"{name}, {option} {n}x{classes}", n, classes, providers
+
+
+def loss_alone(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """The focal loss without its statistics."""
+    found = fk.focal_loss(logits, target, 2.0, **options)
+    return found.loss if isinstance(found, fk.LossWithStats) else found
+
+
+@group
 def layouts(quick: bool) -> Iterator[Case]:
     """Crops and permuted pixels, against contiguous tensors of the same values."""
     whole, target = drawn(4, 20, 160, 160)
