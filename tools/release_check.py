@@ -38,6 +38,8 @@ OPERATORS = (
     "spline_calibration_map",
     "spline_sums",
     "map_nll_sums",
+    "row_sums",
+    "z_loss",
 )
 
 

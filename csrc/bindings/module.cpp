@@ -2,6 +2,8 @@
 
 #include "bindings/common.h"
 #include "bindings/map_nll_sums.h"
+#include "bindings/row_sums.h"
+#include "bindings/z_loss.h"
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -103,4 +105,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   focalkern::bindings::register_spline_map(definitions, module);
   focalkern::bindings::register_spline(module);
   focalkern::bindings::register_map_nll_sums(module);
+  focalkern::bindings::register_row_sums(module);
+  focalkern::bindings::register_z_loss(module);
 }

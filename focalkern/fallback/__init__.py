@@ -13,6 +13,7 @@ from focalkern.fallback.calibration_map import calibration_map, calibration_map_
 from focalkern.fallback.focal_loss import focal_loss
 from focalkern.fallback.map_nll_sums import map_nll_sums
 from focalkern.fallback.row_loss import row_loss
+from focalkern.fallback.row_sums import row_statistics, row_sums
 from focalkern.fallback.sigmoid_loss import sigmoid_loss
 from focalkern.fallback.spline_map import spline_map
 from focalkern.fallback.spline_sums import (
@@ -23,6 +24,7 @@ from focalkern.fallback.spline_sums import (
     spline_spread,
     spline_temperature_sums,
 )
+from focalkern.fallback.z_loss import z_loss
 
 __all__ = [
     "CalibrationGridRun",
@@ -36,6 +38,8 @@ __all__ = [
     "map_nll_sums",
     "register_composites",
     "row_loss",
+    "row_statistics",
+    "row_sums",
     "sigmoid_loss",
     "spline_curve_sums",
     "spline_histogram",
@@ -44,6 +48,7 @@ __all__ = [
     "spline_map",
     "spline_spread",
     "spline_temperature_sums",
+    "z_loss",
 ]
 
 

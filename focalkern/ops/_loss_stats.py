@@ -7,13 +7,12 @@ from torch import Tensor
 
 from focalkern._types import compute_dtype
 from focalkern.ops._collectives import all_reduce
-from focalkern.ops._linear_chunks import blocks
 from focalkern.ops._vocab_slices import RowStatistics, Split
+from focalkern.ops.row_sums import row_sums
 
 __all__ = ["LossStats", "LossWithStats", "packed_stats", "stats_from"]
 
 _NO_CLASS = 2**62
-_GROUP = 128  # classes
 
 
 class LossStats(NamedTuple):
@@ -91,12 +90,16 @@ class LossWithStats(NamedTuple):
 
 def packed_stats(z: Tensor, split: Split, rows: RowStatistics) -> Tensor:
     """[4, n] in float64: log p, entropy, predicted class and log-sum-exp, 0 (-1 for the class) of ignored rows."""
-    entropy, best, index = torch.ops.focalkern.row_entropy(z.detach(), rows.top, rows.log_sum)
+    (best, rest, fall), index = row_sums(z.detach())
+    # With L the log-sum-exp and m the slice's largest logit, the slice has the part
+    # sum_j p_j (L - z_j) = e^(m - L) (sum_j (m - z_j) e^(z_j - m) + (L - m) sum_j e^(z_j - m)) of the entropy.
+    gap = rows.log_sum - (best - rows.top)
+    entropy = torch.where(best == -torch.inf, 0.0, (-gap).exp() * (fall + gap * (1.0 + rest)))
+    entropy = all_reduce(entropy, "sum", split.group)
     largest = all_reduce(best.clone(), "max", split.group)
     # The first of equal classes, as argmax.
     first = torch.where(best == largest, index + split.offset, _NO_CLASS)
     predicted = -all_reduce(-first, "max", split.group)
-    entropy = all_reduce(entropy, "sum", split.group)
     predicted = torch.where(predicted == _NO_CLASS, -1, predicted)
     log_p = torch.nn.functional.logsigmoid(-rows.margin)
     packed = torch.stack([log_p, entropy, predicted.to(entropy.dtype), rows.lse])
@@ -111,41 +114,3 @@ def stats_from(packed: Tensor, split: Split, leading: torch.Size, dtype: torch.d
     correct = (predicted == split.target) & split.counts
     log_p, entropy, lse = (packed[i].to(real) for i in (0, 1, 3))
     return LossStats(*(values.reshape(leading) for values in (log_p, entropy, predicted, correct, lse, split.counts)))
-
-
-@torch.library.custom_op("focalkern::row_entropy", mutates_args=())
-def _entropy_operator(z: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row: the slice's part of the entropy, its largest logit (both in the dtype of ``top``), and the index of
-    that logit."""
-    entropy, best = torch.zeros_like(top), torch.full_like(top, -torch.inf)
-    index = torch.zeros(len(z), dtype=torch.int64, device=z.device)
-    for block in blocks(z) if z.shape[1] else ():
-        part = z[block]
-        largest, index[block] = _first_largest(part)
-        best[block] = largest.to(top.dtype)
-        real = compute_dtype(z.dtype)
-        log_p = part.to(real) - top[block].to(real).unsqueeze(1)
-        log_p.sub_(log_sum[block].to(real).unsqueeze(1)).clamp_(min=-1e4)  # a class of -inf adds 0
-        entropy[block] = -(log_p.exp().mul_(log_p)).sum(1)
-    return entropy, best, index
-
-
-def _first_largest(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest logit and the first class that has it; NaN is the largest. As ``z.max(1)``, whose search for
-    the class takes several times as long as ``amax``: on the CPU only the largest of groups of classes are searched."""
-    groups = z.shape[1] // _GROUP
-    if groups < 2 or not z.is_cpu:
-        return z.max(1)
-    whole = groups * _GROUP
-    largest = z[:, :whole].unflatten(1, (groups, _GROUP)).amax(-1)
-    if whole < z.shape[1]:
-        largest = torch.cat([largest, z[:, whole:].amax(1, keepdim=True)], 1)
-    best, group = largest.max(1)
-    classes = group.unsqueeze(1) * _GROUP + torch.arange(_GROUP)
-    inside = z.gather(1, classes.clamp_(max=z.shape[1] - 1)).argmax(1)
-    return best, group * _GROUP + inside
-
-
-@_entropy_operator.register_fake
-def _(z: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(top), torch.empty_like(top), torch.empty_like(top, dtype=torch.int64)

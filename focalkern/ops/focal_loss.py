@@ -140,13 +140,11 @@ def focal_loss(
             negative gamma in a tensor or a table makes the loss NaN.
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
             2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). The mean weights it as the
-            loss of its row; for an ignored row it is 0. For labels without smoothing both terms share one pass over the
-            logits, forward and backward. For other targets and under torch.func, the z-loss takes one more pass each.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. Torch operations read the logits once
-            more for the entropy and the largest logit, in blocks; with ``label_smoothing`` twice more. log p and the
-            log-sum-exp need no read. ``correct`` needs the largest logit where p < 1/2, and the loss saves another one
-            for long rows. On the CPU this takes longer than the loss and its gradient: set it only in the steps that
-            are logged.
+            loss of its row; for an ignored row it is 0. On the CPU the passes of the loss compute it, and it adds a few
+            operations per row. On other devices, labels without smoothing share one pass over the logits, forward and
+            backward; for other targets, for ``modulation`` and under torch.func, the z-loss takes one more pass each.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. It reads the logits once more, on the
+            CPU by a kernel, on other devices by torch operations in blocks. Logits [N, C, d1, ...] are copied first.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under

@@ -5,13 +5,14 @@ and the shapes of fake tensors. Operators, names, arguments and errors are those
 torch's own memory: :func:`empty_cache` has nothing to free.
 """
 
-from focalkern.fallback import empty_cache
+from focalkern.fallback import empty_cache, z_loss
 from focalkern.stable._library import build_info, load, row_losses
 from focalkern.stable.calibration_grid import CalibrationGridRun, calibration_grid
 from focalkern.stable.calibration_map import calibration_map, calibration_map_scalar
 from focalkern.stable.map_nll_sums import map_nll_sums
 from focalkern.stable.mmce_loss import mmce_loss
 from focalkern.stable.row_loss import focal_loss, row_loss
+from focalkern.stable.row_sums import row_statistics, row_sums
 from focalkern.stable.sigmoid_loss import sigmoid_loss
 from focalkern.stable.spline_map import spline_map
 from focalkern.stable.spline_sums import (
@@ -36,6 +37,8 @@ __all__ = [
     "mmce_loss",
     "row_loss",
     "row_losses",
+    "row_statistics",
+    "row_sums",
     "sigmoid_loss",
     "spline_curve_sums",
     "spline_histogram",
@@ -44,4 +47,5 @@ __all__ = [
     "spline_map",
     "spline_spread",
     "spline_temperature_sums",
+    "z_loss",
 ]

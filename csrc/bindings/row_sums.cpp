@@ -1,0 +1,61 @@
+// Sums over the classes of each row, and the statistics of rows for a trainer's log: kernels/row_sums.h. Without
+// autograd.
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <tuple>
+
+#include "bindings/interface.h"
+#include "bindings/row_sums.h"
+#include "bindings/row_sums_run.h"
+
+namespace focalkern::bindings {
+namespace {
+
+Tensor checked_input(const char* op, const Tensor& input) {
+  check_floating(op, "input", input);
+  check_device(op, input);
+  TORCH_CHECK_VALUE(input.is_cpu(), op, ": input must be on the CPU, got ", input.device());
+  TORCH_CHECK_VALUE(input.dim() == 2 && input.size(1) >= 1, op, ": input must be [N, C] with C >= 1, got ",
+                    input.sizes());
+  return input.contiguous();
+}
+
+// Largest logit, `rest` and `fall` [3, N] in float64, and the class of the largest logit [N].
+std::tuple<Tensor, Tensor> checked_row_sums(const Tensor& given) {
+  const Tensor input = checked_input("row_sums", given);
+  const Tensor sums = at::empty({3, input.size(0)}, input.options().dtype(at::kDouble));
+  const Tensor index = at::empty({input.size(0)}, input.options().dtype(at::kLong));
+  row_sums<Interface>(input, sums, index);
+  return {sums, index};
+}
+
+// log p, entropy and log-sum-exp [3, N]; the predicted class [N]; whether it is correct and whether the row counts
+// [2, N].
+std::tuple<Tensor, Tensor, Tensor> checked_row_statistics(const Tensor& given, const Tensor& given_target,
+                                                          int64_t ignore_index) {
+  const char* op = "row_statistics";
+  const Tensor input = checked_input(op, given);
+  const Tensor target = given_target.contiguous();
+  const int64_t n = input.size(0);
+  const auto type = target.scalar_type();
+  TORCH_CHECK_VALUE(target.is_cpu() && (type == at::kLong || type == at::kInt || type == at::kByte) &&
+                        target.sizes() == at::IntArrayRef({n}),
+                    op, ": target must be int64, int32 or uint8 labels [N] = [", n, "] on the CPU, got ", type, " ",
+                    target.sizes());
+  const Tensor numbers = at::empty({3, n}, input.options().dtype(compute_dtype(input.scalar_type())));
+  const Tensor predicted = at::empty({n}, input.options().dtype(at::kLong));
+  const Tensor flags = at::empty({2, n}, input.options().dtype(at::kBool));
+  row_statistics<Interface>(input, target, ignore_index, numbers, predicted, flags);
+  return {numbers, predicted, flags};
+}
+
+}  // namespace
+
+void register_row_sums(pybind11::module_& module) {
+  module.def("row_sums", &checked_row_sums, pybind11::call_guard<pybind11::gil_scoped_release>());
+  module.def("row_statistics", &checked_row_statistics, pybind11::call_guard<pybind11::gil_scoped_release>());
+}
+
+}  // namespace focalkern::bindings

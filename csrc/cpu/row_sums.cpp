@@ -1,0 +1,211 @@
+// Sums over the classes of each row (math/row_sums.h): logits [rows, classes] -> largest, rest, fall and index [rows],
+// or the statistics of the row for a trainer's log.
+//
+// A row is read once, in blocks that fit the first-level cache: each block is read for its largest logit, for its sums,
+// and up to the first class that has the largest logit. The sums of the blocks are added in double.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cpu/row_loss/along_classes.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/math.h"
+#include "cpu/simd/vector.h"
+#include "kernels/row_sums.h"
+
+namespace focalkern::cpu {
+namespace {
+
+constexpr int64_t kWidestGroup = 32;  // classes; shorter rows are padded to it
+
+// The sums of a group of classes, lane by lane.
+template <typename Scalar, int64_t n>
+struct Lanes {
+  using Group = ClassGroup<Scalar, n>;
+  using Reals = typename Group::Reals;
+  using Ints = typename Group::Ints;
+  Reals rest{}, fall{};
+  Ints ties{};  // minus the number of classes that have the largest logit
+
+  // Leaves out the classes below `first_class`.
+  template <bool kSome>
+  FK_HOST_DEVICE void add(const Scalar* z, const Reals& shifts, const Reals& most, int64_t first_class) {
+    Reals v[Group::kVectors];
+    Group::load(z, v);
+    for (int64_t i = 0; i < Group::kVectors; ++i) {
+      const Reals below = shifts - v[i];
+      const Reals bounded = below > most ? most : below;  // -inf must not make 0 * inf
+      const ScaledExponential<Reals> e = scaled_exponential(-bounded);
+      Reals product = e.mantissa * e.scale;
+      Ints is_largest = below == Reals{};
+      if constexpr (kSome) {
+        using Int = label_int<compute_t<Scalar>>;
+        const Ints were_before = (Group::first_classes() + static_cast<Int>(i - first_class)) >> (8 * sizeof(Int) - 1);
+        product = lanes_cast<Reals>(lanes_cast<Ints>(product) & ~were_before);
+        is_largest &= ~were_before;
+      }
+      ties += is_largest;
+      rest += lanes_cast<Reals>(lanes_cast<Ints>(product) & ~is_largest);
+      fall += product * bounded;
+    }
+  }
+};
+
+// A block of at least one group.
+template <typename Scalar>
+struct SumsOfBlock {
+  template <int64_t bytes>
+  static FK_HOST_DEVICE void run(const Scalar* z, int64_t classes, RowSums* sums) {
+    using Real = compute_t<Scalar>;
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    using Group = ClassGroup<Scalar, n>;
+    using Reals = typename Group::Reals;
+    constexpr int64_t kClasses = Group::kClasses;
+    const Real largest = max_of<n>(z, classes);
+    *sums = {static_cast<double>(largest), 0, 0, 0};
+    if (largest == -std::numeric_limits<Real>::infinity()) {
+      if (any_nan(z, classes)) sums->largest = sums->rest = std::numeric_limits<double>::quiet_NaN();
+      return;
+    }
+    const Reals shifts = spread<Reals>(largest), most = spread<Reals>(-kExpZero<Real>);
+    const int64_t whole = classes & -kClasses;
+    int64_t ties = 0;
+    for (int64_t begin = 0; begin < classes; begin += kPart * kClasses) {
+      // The sum has parts: in a long run of equal terms, all rounding errors would have the same sign.
+      const int64_t end = std::min(whole, begin + kPart * kClasses);
+      Lanes<Scalar, n> part;
+      for (int64_t c = begin; c < end; c += kClasses) part.template add<false>(z + c, shifts, most, 0);
+      if (whole < classes && classes - begin <= kPart * kClasses) {
+        const int64_t last = classes - kClasses;
+        part.template add<true>(z + last, shifts, most, whole - last);
+      }
+      ties -= static_cast<int64_t>(fold_lanes(part.ties, Sum{}));
+      sums->rest += static_cast<double>(fold_lanes(part.rest, Sum{}));
+      sums->fall += static_cast<double>(fold_lanes(part.fall, Sum{}));
+    }
+    sums->rest += static_cast<double>(ties - 1);
+    sums->index = first_equal(z, classes, largest);
+  }
+
+  static FK_HOST_DEVICE bool any_nan(const Scalar* z, int64_t classes) {
+    for (int64_t c = 0; c < classes; ++c) {
+      if (std::isnan(load_as_compute(z[c]))) return true;
+    }
+    return false;
+  }
+};
+
+template <typename Scalar>
+RowSums sums_of_long_row(const Scalar* z, int64_t classes) {
+  RowSums total{};
+  for (int64_t begin = 0; begin < classes;) {
+    const int64_t left = classes - begin, count = left < kBlock + kWidestGroup ? left : kBlock;
+    RowSums block;
+    run_in_widest<SumsOfBlock<Scalar>>(z + begin, count, &block);
+    block.index += begin;
+    total = begin == 0 ? block : merged(total, block);
+    begin += count;
+  }
+  return total;
+}
+
+template <typename Scalar>
+class Reader {
+ public:
+  explicit Reader(const Rows<Scalar>& rows) : rows_(rows) {
+    std::fill_n(padded_, kWidestGroup,
+                Store<Scalar>::from_compute(-std::numeric_limits<compute_t<Scalar>>::infinity()));
+  }
+  RowSums sums(int64_t row) {
+    const int64_t classes = rows_.classes;
+    const Scalar* z = rows_.logits + row * classes;
+    RowSums sums;
+    if (classes < kWidestGroup) {
+      std::copy_n(z, classes, padded_);
+      sums = sums_of_long_row(padded_, kWidestGroup);
+    } else {
+      sums = sums_of_long_row(z, classes);
+    }
+    // A logit of infinity makes them NaN, too.
+    if (std::isnan(sums.rest) && SumsOfBlock<Scalar>::any_nan(z, classes)) {
+      sums.largest = std::numeric_limits<double>::quiet_NaN();
+      sums.index = 0;
+    }
+    return sums;
+  }
+
+ private:
+  Rows<Scalar> rows_;
+  Scalar padded_[kWidestGroup];
+};
+
+struct StatisticsTile {
+  double largest[kTileRows], rest[kTileRows], fall[kTileRows], target[kTileRows], log_sum[kTileRows];
+};
+
+FK_VECTOR_CLONES void finish_statistics(int64_t n_rows, StatisticsTile& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const RowEntropy found = row_entropy(tile.rest[r], tile.fall[r]);
+    tile.log_sum[r] = found.log_sum;
+    tile.fall[r] = found.entropy;
+  }
+}
+
+}  // namespace
+
+template <typename Scalar>
+void row_sums(const Rows<Scalar>& rows, const RowSumsResult& result, int64_t row_begin, int64_t row_end) {
+  Reader<Scalar> reader(rows);
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const RowSums sums = reader.sums(row);
+    result.largest[row] = sums.largest;
+    result.rest[row] = sums.rest;
+    result.fall[row] = sums.fall;
+    result.index[row] = sums.index;
+  }
+}
+
+template <typename Scalar>
+void row_statistics(const Rows<Scalar>& rows, const Labels& labels, int64_t ignore_index,
+                    const RowStatisticsResult<compute_t<Scalar>>& result, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  Reader<Scalar> reader(rows);
+  StatisticsTile tile{};
+  for (int64_t begin = row_begin; begin < row_end; begin += kTileRows) {
+    const int64_t n = std::min(kTileRows, row_end - begin);
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t row = begin + r, label = labels[row];
+      const bool counts = label != ignore_index, is_class = label >= 0 && label < rows.classes;
+      const RowSums sums = counts ? reader.sums(row) : RowSums{};
+      tile.largest[r] = sums.largest;
+      tile.rest[r] = sums.rest;
+      tile.fall[r] = sums.fall;
+      tile.target[r] = !counts    ? 0
+                       : is_class ? static_cast<double>(load_as_compute(rows.logits[row * rows.classes + label]))
+                                  : std::numeric_limits<double>::quiet_NaN();
+      const int64_t predicted = counts && !std::isnan(sums.largest) ? sums.index : -1;
+      result.predicted[row] = predicted;
+      result.correct[row] = counts && predicted == label;
+      result.counts[row] = counts;
+    }
+    finish_statistics(n, tile);
+    for (int64_t r = 0; r < n; ++r) {
+      result.log_p[begin + r] = static_cast<Real>((tile.target[r] - tile.largest[r]) - tile.log_sum[r]);
+      result.entropy[begin + r] = static_cast<Real>(tile.fall[r]);
+      result.lse[begin + r] = static_cast<Real>(tile.largest[r] + tile.log_sum[r]);
+    }
+  }
+}
+
+#define FK_ROW_SUMS(Scalar)                                                            \
+  template void row_sums(const Rows<Scalar>&, const RowSumsResult&, int64_t, int64_t); \
+  template void row_statistics(const Rows<Scalar>&, const Labels&, int64_t,            \
+                               const RowStatisticsResult<compute_t<Scalar>>&, int64_t, int64_t);
+FK_ROW_SUMS(float)
+FK_ROW_SUMS(double)
+FK_ROW_SUMS(Half)
+FK_ROW_SUMS(BFloat16)
+
+}  // namespace focalkern::cpu

@@ -1,0 +1,203 @@
+"""The z-loss c w lse^2 in the passes of the row loss, on the CPU.
+
+The gradient of the row loss is c_f (p_j - t_j), and that of the z-loss k p_j with k = 2 c w lse. The backward pass gets
+c_f, or a sum for it, from the numbers that the forward pass saves for each row. ``z_loss`` of the compiled module adds
+k to them (of :mod:`focalkern.fallback`: in torch operations), so that the backward pass writes the gradient of both.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern._devices import autocast_is_on
+from focalkern._types import HALVES, REDUCTIONS
+from focalkern.gamma import GammaTable
+from focalkern.ops._backend import backend_for, fallback, has_kernels
+from focalkern.ops._linear_chunks import is_plain
+from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
+from focalkern.ops._vocab_slices import Split
+from focalkern.ops.focal_loss_vocab_parallel import plain_statistics, reduced, statistics_of
+
+__all__ = ["adds_z_loss", "loss_plus_z_loss", "loss_with_z_loss"]
+
+_FOCAL = kind_of(None)
+
+
+def adds_z_loss(kind: int, input: Tensor, target: Tensor, label_smoothing: float) -> bool:
+    """Whether the kernels save numbers to which this module can add those of the z-loss."""
+    return input.is_cpu and (kind == _FOCAL or target.is_floating_point() or label_smoothing > 0) and has_kernels(input)
+
+
+def loss_dtype(input: Tensor, target: Tensor) -> torch.dtype:
+    """The dtype of the loss: that of the logits, promoted by class probabilities, or float32 under autocast."""
+    dtype = torch.promote_types(input.dtype, target.dtype) if target.is_floating_point() else input.dtype
+    is_wide = input.dtype in HALVES and autocast_is_on(input.device.type)
+    return torch.promote_types(dtype, torch.float32) if is_wide else dtype
+
+
+def loss_with_z_loss(
+    op: str,
+    kind: int,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    detach_modulation: bool,
+    z_loss: float,
+) -> Tensor:
+    """The row loss number ``kind`` plus the z-loss, of arguments that are checked."""
+    dtype = loss_dtype(input, target)
+    if dtype == torch.float64 or needs_float64(input, target, label_smoothing):
+        input = input.double()
+    edges = None
+    if isinstance(gamma, GammaTable):
+        edges, gamma = gamma.edges, gamma.gammas.detach()
+    elif not isinstance(gamma, Tensor):
+        # A tensor, not a constant of the graph, so that another value does not compile again.
+        gamma = torch.zeros((), dtype=torch.float64) + gamma
+    options = (op, kind, REDUCTIONS.index(reduction), ignore_index, label_smoothing, detach_modulation, z_loss)
+    loss: Tensor = _LossWithZLoss.apply(input, target, gamma, edges, weight, *options)  # type: ignore[no-untyped-call]
+    return loss.to(dtype)
+
+
+class _LossWithZLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        target: Tensor,
+        gamma: Tensor,
+        edges: Tensor | None,
+        weight: Tensor | None,
+        op: str,
+        kind: int,
+        reduction: int,
+        ignore_index: int,
+        label_smoothing: float,
+        detach_modulation: bool,
+        z_loss: float,
+    ) -> Tensor:
+        tensors = (input, target, gamma, edges, weight)
+        options = (reduction, ignore_index, label_smoothing, detach_modulation)
+        loss, saved = torch.ops.focalkern.focal_loss_forward(*tensors, *options, True, kind, 0.0)
+        soft = target.is_floating_point()
+        labels = None if soft else target.reshape(-1).contiguous()
+        logit = None if soft or label_smoothing else _target_logits(input, target, ignore_index)
+        weights = None if soft or weight is None else weight.double().contiguous()
+        terms, edited = _z_loss(saved, logit, labels, weights, ignore_index, z_loss)
+        if REDUCTIONS[reduction] == "none":
+            extra = terms.reshape(loss.shape)
+        else:
+            extra = terms.sum() / saved[-1] if REDUCTIONS[reduction] == "mean" else terms.sum()
+        # The derivative in gamma of labels without smoothing needs the numbers of the row loss.
+        ctx.save_for_backward(*tensors, edited, saved if ctx.needs_input_grad[2] else None)
+        ctx.arguments = (op, kind, *options, z_loss)
+        return (loss + extra).to(loss.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        *tensors, edited, saved = ctx.saved_tensors
+        _, target, _, edges, _ = tensors
+        _, kind, *options, _ = ctx.arguments
+        label_smoothing, detach_modulation = options[2:]
+        of_input, of_target, of_gamma = ctx.needs_input_grad[:3]
+        of_gamma = of_gamma and edges is None and not detach_modulation
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return *_differentiable(ctx, upstream, tensors, (of_input, of_target, of_gamma)), *_NO_GRADIENTS
+
+        def gradients(numbers: Tensor, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+            found: tuple[Tensor, Tensor, Tensor] = torch.ops.focalkern.focal_loss_backward(
+                upstream, *tensors, numbers, *options, needed, kind, 0.0
+            )
+            return found
+
+        soft = target.is_floating_point() or label_smoothing > 0
+        found = list(gradients(edited, [of_input, of_target, of_gamma and soft]))
+        if of_gamma and not soft:
+            found[2] = gradients(saved, [False, False, True])[2]
+        return *(
+            gradient if needed else None
+            for gradient, needed in zip(found, (of_input, of_target, of_gamma), strict=True)
+        ), *_NO_GRADIENTS
+
+
+_NO_GRADIENTS = (None,) * 9
+
+
+def _target_logits(input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """[N] in float64; any logit for ignored rows."""
+    class_dim = min(input.dim() - 1, 1)
+    label = torch.where(target != ignore_index, target, 0).long()
+    return input.gather(class_dim, label.unsqueeze(class_dim)).reshape(-1).double()
+
+
+def _z_loss(
+    saved: Tensor,
+    target_logit: Tensor | None,
+    target: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    coefficient: float,
+) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor]
+    if is_plain(saved) and not torch.compiler.is_compiling():
+        found = backend_for(saved).z_loss(saved, target_logit, target, weight, ignore_index, coefficient)
+    else:
+        found = fallback.z_loss(saved, target_logit, target, weight, ignore_index, coefficient)
+    return found
+
+
+def _differentiable(
+    ctx: Any, upstream: Tensor, tensors: list[Tensor], needed: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients as differentiable torch operations, from aliases of the tensors, whose hooks fire once."""
+    op, kind, reduction, ignore_index, label_smoothing, detach_modulation, z_loss = ctx.arguments
+    input, target, gamma, edges, weight = tensors
+    aliases = [tensor.view_as(tensor) for tensor in (input, target, gamma)]
+    table = aliases[2] if edges is None else GammaTable._unchecked(edges, gamma)
+    z, y = aliases[0].to(upstream.dtype), aliases[1]
+    options = (weight, ignore_index, REDUCTIONS[reduction], label_smoothing, detach_modulation, z_loss)
+    loss = loss_plus_z_loss(op, kind, z, y, table, *options, apart=True)
+    wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need]
+    found = iter(torch.autograd.grad(loss.to(upstream.dtype), wanted, upstream, create_graph=True, allow_unused=True))
+    return tuple(next(found) if need else None for need in needed)
+
+
+def loss_plus_z_loss(
+    op: str,
+    kind: int,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    detach_modulation: bool,
+    z_loss: float,
+    apart: bool,
+) -> Tensor:
+    """The sum of both losses, each of which autograd differentiates. With ``apart``, torch operations compute the
+    z-loss."""
+    soft, class_dim = target.is_floating_point(), min(input.dim() - 1, 1)
+    dtype = loss_dtype(input, target)
+    if input.dtype in HALVES:
+        input = input.float()  # the sum of both gradients is rounded once
+    z = input.movedim(class_dim, -1)
+    leading, classes = z.shape[:-1], z.shape[-1]
+    rows = z.reshape(leading.numel(), classes)
+    labels = target.new_zeros(leading.numel(), dtype=torch.int64) if soft else target.reshape(-1)
+    split = Split.whole(labels, classes, -100 if soft else ignore_index)
+    options = (weight, ignore_index, "none", label_smoothing, detach_modulation)
+    losses = row_loss(op, kind, input, target, gamma, 0.0, *options).reshape(-1)
+    row_weight = None if soft else weight
+    if z_loss:
+        lse = plain_statistics(rows, split.label)[0] if apart else statistics_of(rows, op, split, True).lse
+        lse = torch.where(split.counts, lse, 0.0)
+        losses = losses + z_loss * split.row_weights(row_weight, lse.dtype) * lse.square()
+    loss = reduced(losses, split, row_weight, reduction).to(dtype)
+    return loss.reshape(leading) if reduction == "none" else loss

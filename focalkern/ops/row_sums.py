@@ -1,0 +1,68 @@
+"""Sums over the classes of each row: one read of the logits for log-sum-exp, entropy and largest class.
+
+On the CPU kernels compute them, on other devices torch operations.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern._devices import has_float64
+from focalkern._types import compute_dtype
+from focalkern.ops._backend import backend_for, fallback
+from focalkern.ops._linear_chunks import is_plain
+
+__all__ = ["row_statistics", "row_sums"]
+
+
+def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums [3, N] and classes [N] of :func:`focalkern.fallback.row_sums`, for any number of classes."""
+    if is_plain(input) and not torch.compiler.is_compiling():
+        return _sums(input)
+    found: tuple[Tensor, Tensor] = torch.ops.focalkern.row_sums(input)
+    return found
+
+
+def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`focalkern.fallback.row_statistics`."""
+    if is_plain(input) and not torch.compiler.is_compiling():
+        return _statistics(input, target, ignore_index)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.focalkern.row_statistics(input, target, ignore_index)
+    return found
+
+
+def _backend(input: Tensor) -> Any:
+    return backend_for(input) if input.is_cpu else fallback
+
+
+def _sums(input: Tensor) -> tuple[Tensor, Tensor]:
+    if input.shape[1] == 0:
+        sums, index = _empty_sums(input)
+        sums[0] = -torch.inf
+        sums[1:] = 0.0
+        return sums, index.zero_()
+    found: tuple[Tensor, Tensor] = _backend(input).row_sums(input)
+    return found
+
+
+def _statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = _backend(input).row_statistics(input, target, ignore_index)
+    return found
+
+
+def _empty_sums(input: Tensor) -> tuple[Tensor, Tensor]:
+    real = torch.float64 if has_float64(input.device) else torch.float32
+    rows = input.shape[0]
+    return input.new_empty(3, rows, dtype=real), input.new_empty(rows, dtype=torch.int64)
+
+
+def _empty_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = input.shape[0]
+    numbers = input.new_empty(3, rows, dtype=compute_dtype(input.dtype))
+    return numbers, input.new_empty(rows, dtype=torch.int64), input.new_empty(2, rows, dtype=torch.bool)
+
+
+# A compiled graph holds the operators, which it does not trace.
+torch.library.custom_op("focalkern::row_sums", _sums, mutates_args=()).register_fake(_empty_sums)
+torch.library.custom_op("focalkern::row_statistics", _statistics, mutates_args=()).register_fake(_empty_statistics)

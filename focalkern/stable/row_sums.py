@@ -1,0 +1,42 @@
+"""Sums over the classes of each row, and statistics of rows, on the kernels of the stable module."""
+
+import torch
+from torch import Tensor
+
+from focalkern._types import LABELS, compute_dtype
+from focalkern.fallback._checks import check_floating, scalar_name
+
+__all__ = ["row_statistics", "row_sums"]
+
+
+def _checked(op: str, input: Tensor) -> Tensor:
+    check_floating(op, "input", input)
+    if not input.is_cpu:
+        raise ValueError(f"{op}: input must be on the CPU, got {input.device}")
+    if input.dim() != 2 or input.shape[1] < 1:
+        raise ValueError(f"{op}: input must be [N, C] with C >= 1, got {list(input.shape)}")
+    return input.detach().contiguous()
+
+
+def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`focalkern.fallback.row_sums`, on the CPU."""
+    rows = _checked("row_sums", input)
+    sums = rows.new_empty(3, len(rows), dtype=torch.float64)
+    index = rows.new_empty(len(rows), dtype=torch.int64)
+    torch.ops.focalkern_stable.row_sums_out(rows, sums, index)
+    return sums, index
+
+
+def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`focalkern.fallback.row_statistics`, on the CPU."""
+    rows = _checked("row_statistics", input)
+    n = len(rows)
+    if not target.is_cpu or target.dtype not in LABELS or target.shape != (n,):
+        raise ValueError(
+            f"row_statistics: target must be int64, int32 or uint8 labels [N] = [{n}] on the CPU, got "
+            f"{scalar_name(target.dtype)} {list(target.shape)}"
+        )
+    numbers = rows.new_empty(3, n, dtype=compute_dtype(rows.dtype))
+    predicted, flags = rows.new_empty(n, dtype=torch.int64), rows.new_empty(2, n, dtype=torch.bool)
+    torch.ops.focalkern_stable.row_statistics_out(rows, target.contiguous(), ignore_index, numbers, predicted, flags)
+    return numbers, predicted, flags
