@@ -31,10 +31,10 @@ std::tuple<Tensor, Tensor> checked_row_sums(const Tensor& given) {
   return {sums, index};
 }
 
-// log p, entropy and log-sum-exp [3, N]; the predicted class [N]; whether it is correct and whether the row counts
-// [2, N].
-std::tuple<Tensor, Tensor, Tensor> checked_row_statistics(const Tensor& given, const Tensor& given_target,
-                                                          int64_t ignore_index) {
+// log p, entropy, log-sum-exp, predicted class, whether it is correct, and whether the row counts, all [N].
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> checked_row_statistics(const Tensor& given,
+                                                                                  const Tensor& given_target,
+                                                                                  int64_t ignore_index) {
   const char* op = "row_statistics";
   const Tensor input = checked_input(op, given);
   const Tensor target = given_target.contiguous();
@@ -44,11 +44,12 @@ std::tuple<Tensor, Tensor, Tensor> checked_row_statistics(const Tensor& given, c
                         target.sizes() == at::IntArrayRef({n}),
                     op, ": target must be int64, int32 or uint8 labels [N] = [", n, "] on the CPU, got ", type, " ",
                     target.sizes());
-  const Tensor numbers = at::empty({3, n}, input.options().dtype(compute_dtype(input.scalar_type())));
-  const Tensor predicted = at::empty({n}, input.options().dtype(at::kLong));
-  const Tensor flags = at::empty({2, n}, input.options().dtype(at::kBool));
-  row_statistics<Interface>(input, target, ignore_index, numbers, predicted, flags);
-  return {numbers, predicted, flags};
+  const auto real = compute_dtype(input.scalar_type());
+  const auto make = [&](at::ScalarType dtype) { return at::empty({n}, input.options().dtype(dtype)); };
+  const std::tuple found{make(real), make(real), make(real), make(at::kLong), make(at::kBool), make(at::kBool)};
+  std::apply([&](const auto&... results) { row_statistics<Interface>(input, target, ignore_index, results...); },
+             found);
+  return found;
 }
 
 }  // namespace

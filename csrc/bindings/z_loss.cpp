@@ -5,7 +5,9 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "bindings/common.h"
 #include "bindings/z_loss.h"
@@ -14,49 +16,72 @@
 namespace focalkern::bindings {
 namespace {
 
-// The z-loss of each row [N], and the saved numbers [3 N + 1] of its sum with the row loss. target_logit [N] is that of
-// labels without smoothing, target [N] that of labels, weight [C].
-std::tuple<Tensor, Tensor> checked_z_loss(const Tensor& saved, const OptionalTensor& target_logit,
-                                          const OptionalTensor& target, const OptionalTensor& weight,
-                                          int64_t ignore_index, double coefficient) {
-  constexpr int64_t kRowsPerTask = 4096;
+constexpr int64_t kRowsPerTask = 4096;
+
+// The row loss plus the z-loss, and the numbers that it saves for both. loss and saved [3 N + 1] are those of the row
+// loss of input [C] or [N, C, ...], in float32 or float64; target has labels, or class probabilities; `soft` says
+// whether the row loss has these or smoothing.
+std::tuple<Tensor, Tensor> checked_z_loss(const Tensor& loss, const Tensor& saved, const Tensor& given,
+                                          const Tensor& given_target, const OptionalTensor& given_weight,
+                                          int64_t ignore_index, bool soft, int64_t reduction, double coefficient) {
   const char* op = "z_loss";
-  const auto type = saved.scalar_type();
-  TORCH_CHECK_VALUE(saved.is_cpu() && saved.dim() == 1 && saved.numel() % 3 == 1 && saved.is_contiguous() &&
-                        (type == at::kFloat || type == at::kDouble),
-                    op, ": saved must be the float32 or float64 numbers [3 N + 1] of a row loss, got ", type, " ",
-                    saved.sizes());
-  const int64_t n = saved.numel() / 3;
-  for (const auto& [name, tensor] : {std::pair{"target_logit", &target_logit}, std::pair{"weight", &weight}}) {
-    TORCH_CHECK_VALUE(!*tensor || ((*tensor)->is_cpu() && (*tensor)->scalar_type() == at::kDouble &&
-                                   (*tensor)->dim() == 1 && (*tensor)->is_contiguous()),
-                      op, ": ", name, " must be float64 and contiguous, of one dimension, on the CPU");
-  }
-  TORCH_CHECK_VALUE(
-      !target || (target->is_cpu() && target->is_contiguous() && !target->is_floating_point() && target->numel() == n),
-      op, ": target must be contiguous labels [N] = [", n, "] on the CPU");
-  TORCH_CHECK_VALUE(!target_logit || (target && target_logit->numel() == n), op, ": target_logit must be [N] = [", n,
-                    "], beside a target");
-  const Tensor loss = at::empty({n}, saved.options().dtype(at::kDouble));
+  check_floating(op, "input", given);
+  check_device(op, given);
+  const auto real = compute_dtype(given.scalar_type());
+  const int64_t class_dim = class_dim_of(given), classes = given.size(class_dim), n = given.numel() / classes;
+  const bool has_labels = !given_target.is_floating_point();
+  TORCH_CHECK_VALUE(given.is_cpu() && saved.is_cpu() && saved.dim() == 1 && saved.numel() == 3 * n + 1 &&
+                        saved.scalar_type() == real && saved.is_contiguous(),
+                    op, ": saved must be the numbers [3 N + 1] = [", 3 * n + 1, "] of a row loss, got ",
+                    saved.scalar_type(), " ", saved.sizes());
+  TORCH_CHECK_VALUE(loss.is_cpu() && loss.scalar_type() == real && loss.numel() == (reduction == kNone ? n : 1), op,
+                    ": loss must be that of the rows, got ", loss.scalar_type(), " ", loss.sizes());
+  TORCH_CHECK_VALUE(given_target.is_cpu() && (has_labels ? given_target.numel() == n : soft), op,
+                    ": target must be labels [N] = [", n, "] on the CPU, got ", given_target.sizes());
+  const Tensor target = given_target.contiguous(), sum_of_losses = loss.clone(at::MemoryFormat::Contiguous);
   const Tensor edited = at::empty_like(saved);
-  dispatch_scalar(type, [&](auto scalar) {
-    using Real = compute_t<decltype(scalar)>;
-    const auto* numbers = static_cast<const Real*>(saved.const_data_ptr());
-    auto* result = static_cast<Real*>(edited.mutable_data_ptr());
-    const ZLossArgs<Real> args{n,
-                               numbers,
-                               pointer_or_null<double>(target_logit),
-                               target ? labels_of(*target) : Labels{nullptr, Labels::Type::kInt64},
-                               ignore_index,
-                               weight ? weight->numel() : 0,
-                               pointer_or_null<double>(weight),
-                               coefficient,
-                               static_cast<double*>(loss.mutable_data_ptr()),
-                               result};
-    at::parallel_for(0, n, kRowsPerTask, [&](int64_t begin, int64_t end) { cpu::z_loss(args, begin, end); });
-    result[3 * n] = numbers[3 * n];  // the divisor of the mean
+  OptionalTensor weight;
+  if (given_weight.has_value() && has_labels) weight = as_dtype(*given_weight, real).contiguous();
+  TORCH_CHECK_VALUE(!weight || (weight->is_cpu() && weight->numel() == classes), op, ": weight must be [C] = [",
+                    classes, "] on the CPU");
+  dispatch_scalar(given.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    Tensor input = given;
+    auto layout = row_layout(input, class_dim, /*with_images=*/true);
+    if (!layout) {
+      input = input.contiguous();
+      layout = row_layout(input, class_dim, /*with_images=*/true);
+    }
+    ZLossArgs<Scalar> args{};
+    args.rows = n;
+    args.classes = classes;
+    args.saved = static_cast<const Real*>(saved.const_data_ptr());
+    if (!soft) args.logits = static_cast<const Scalar*>(input.const_data_ptr());
+    args.layout = *layout;
+    if (has_labels) args.labels = labels_of(target);
+    args.ignore_index = ignore_index;
+    args.class_weight = pointer_or_null<Real>(weight);
+    args.coefficient = coefficient;
+    args.edited = static_cast<Real*>(edited.mutable_data_ptr());
+    auto* result = static_cast<Real*>(sum_of_losses.mutable_data_ptr());
+    if (reduction == kNone) args.row_loss = result;
+    const int64_t chunks = (n + kRowsPerTask - 1) / kRowsPerTask;
+    std::vector<double> sums(chunks);
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        sums[i] = cpu::z_loss(args, i * kRowsPerTask, std::min(n, (i + 1) * kRowsPerTask));
+      }
+    });
+    const Real divisor = args.saved[3 * n];
+    args.edited[3 * n] = divisor;
+    if (reduction == kNone) return;
+    double sum = 0;
+    for (const double part : sums) sum += part;
+    if (reduction == kMean) sum /= static_cast<double>(divisor);
+    *result = static_cast<Real>(*result + sum);
   });
-  return {loss, edited};
+  return {sum_of_losses, edited};
 }
 
 }  // namespace

@@ -52,47 +52,53 @@ struct Lanes {
   }
 };
 
-// A block of at least one group.
 template <typename Scalar>
-struct SumsOfBlock {
+bool any_nan(const Scalar* z, int64_t classes) {
+  for (int64_t c = 0; c < classes; ++c) {
+    if (std::isnan(load_as_compute(z[c]))) return true;
+  }
+  return false;
+}
+
+// Rows of at least one group of classes and at most a block, `stride` apart.
+template <typename Scalar>
+struct SumsOfBlocks {
   template <int64_t bytes>
-  static FK_HOST_DEVICE void run(const Scalar* z, int64_t classes, RowSums* sums) {
+  static FK_HOST_DEVICE void run(const Scalar* z, int64_t stride, int64_t n_rows, int64_t classes, RowSums* sums) {
     using Real = compute_t<Scalar>;
     constexpr int64_t n = kLanesOf<bytes, Scalar>;
     using Group = ClassGroup<Scalar, n>;
     using Reals = typename Group::Reals;
     constexpr int64_t kClasses = Group::kClasses;
-    const Real largest = max_of<n>(z, classes);
-    *sums = {static_cast<double>(largest), 0, 0, 0};
-    if (largest == -std::numeric_limits<Real>::infinity()) {
-      if (any_nan(z, classes)) sums->largest = sums->rest = std::numeric_limits<double>::quiet_NaN();
-      return;
-    }
-    const Reals shifts = spread<Reals>(largest), most = spread<Reals>(-kExpZero<Real>);
+    const Reals most = spread<Reals>(-kExpZero<Real>);
     const int64_t whole = classes & -kClasses;
-    int64_t ties = 0;
-    for (int64_t begin = 0; begin < classes; begin += kPart * kClasses) {
-      // The sum has parts: in a long run of equal terms, all rounding errors would have the same sign.
-      const int64_t end = std::min(whole, begin + kPart * kClasses);
-      Lanes<Scalar, n> part;
-      for (int64_t c = begin; c < end; c += kClasses) part.template add<false>(z + c, shifts, most, 0);
-      if (whole < classes && classes - begin <= kPart * kClasses) {
-        const int64_t last = classes - kClasses;
-        part.template add<true>(z + last, shifts, most, whole - last);
+    for (int64_t r = 0; r < n_rows; ++r, z += stride) {
+      const Real largest = max_of<n>(z, classes);
+      sums[r] = {static_cast<double>(largest), 0, 0, 0};
+      if (largest == -std::numeric_limits<Real>::infinity()) {
+        if (any_nan(z, classes)) sums[r].largest = sums[r].rest = std::numeric_limits<double>::quiet_NaN();
+        continue;
       }
-      ties -= static_cast<int64_t>(fold_lanes(part.ties, Sum{}));
-      sums->rest += static_cast<double>(fold_lanes(part.rest, Sum{}));
-      sums->fall += static_cast<double>(fold_lanes(part.fall, Sum{}));
+      const Reals shifts = spread<Reals>(largest);
+      int64_t ties = 0;
+      double rest = 0, fall = 0;
+      for (int64_t begin = 0; begin < classes; begin += kPart * kClasses) {
+        // The sum has parts: in a long run of equal terms, all rounding errors would have the same sign.
+        const int64_t end = std::min(whole, begin + kPart * kClasses);
+        Lanes<Scalar, n> part;
+        for (int64_t c = begin; c < end; c += kClasses) part.template add<false>(z + c, shifts, most, 0);
+        if (whole < classes && classes - begin <= kPart * kClasses) {
+          const int64_t last = classes - kClasses;
+          part.template add<true>(z + last, shifts, most, whole - last);
+        }
+        ties -= static_cast<int64_t>(fold_lanes(part.ties, Sum{}));
+        rest += static_cast<double>(fold_lanes(part.rest, Sum{}));
+        fall += static_cast<double>(fold_lanes(part.fall, Sum{}));
+      }
+      sums[r].rest = rest + static_cast<double>(ties - 1);
+      sums[r].fall = fall;
+      sums[r].index = first_equal(z, classes, largest);
     }
-    sums->rest += static_cast<double>(ties - 1);
-    sums->index = first_equal(z, classes, largest);
-  }
-
-  static FK_HOST_DEVICE bool any_nan(const Scalar* z, int64_t classes) {
-    for (int64_t c = 0; c < classes; ++c) {
-      if (std::isnan(load_as_compute(z[c]))) return true;
-    }
-    return false;
   }
 };
 
@@ -102,7 +108,7 @@ RowSums sums_of_long_row(const Scalar* z, int64_t classes) {
   for (int64_t begin = 0; begin < classes;) {
     const int64_t left = classes - begin, count = left < kBlock + kWidestGroup ? left : kBlock;
     RowSums block;
-    run_in_widest<SumsOfBlock<Scalar>>(z + begin, count, &block);
+    run_in_widest<SumsOfBlocks<Scalar>>(z + begin, 0, 1, count, &block);
     block.index += begin;
     total = begin == 0 ? block : merged(total, block);
     begin += count;
@@ -110,35 +116,30 @@ RowSums sums_of_long_row(const Scalar* z, int64_t classes) {
   return total;
 }
 
+// The sums of at most kTileRows rows.
 template <typename Scalar>
-class Reader {
- public:
-  explicit Reader(const Rows<Scalar>& rows) : rows_(rows) {
-    std::fill_n(padded_, kWidestGroup,
-                Store<Scalar>::from_compute(-std::numeric_limits<compute_t<Scalar>>::infinity()));
+void sums_of_tile(const Rows<Scalar>& rows, int64_t begin, int64_t n_rows, RowSums* sums) {
+  const int64_t classes = rows.classes;
+  const Scalar* z = rows.logits + begin * classes;
+  if (classes < kWidestGroup) {
+    Scalar padded[kTileRows * kWidestGroup];
+    constexpr auto kNoLogit = -std::numeric_limits<compute_t<Scalar>>::infinity();
+    std::fill_n(padded, n_rows * kWidestGroup, Store<Scalar>::from_compute(kNoLogit));
+    for (int64_t r = 0; r < n_rows; ++r) std::copy_n(z + r * classes, classes, padded + r * kWidestGroup);
+    run_in_widest<SumsOfBlocks<Scalar>>(&padded[0], kWidestGroup, n_rows, kWidestGroup, sums);
+  } else if (classes < kBlock + kWidestGroup) {
+    run_in_widest<SumsOfBlocks<Scalar>>(z, classes, n_rows, classes, sums);
+  } else {
+    for (int64_t r = 0; r < n_rows; ++r) sums[r] = sums_of_long_row(z + r * classes, classes);
   }
-  RowSums sums(int64_t row) {
-    const int64_t classes = rows_.classes;
-    const Scalar* z = rows_.logits + row * classes;
-    RowSums sums;
-    if (classes < kWidestGroup) {
-      std::copy_n(z, classes, padded_);
-      sums = sums_of_long_row(padded_, kWidestGroup);
-    } else {
-      sums = sums_of_long_row(z, classes);
+  for (int64_t r = 0; r < n_rows; ++r) {
+    // A logit of infinity makes the sums NaN, too.
+    if (std::isnan(sums[r].rest) && any_nan(z + r * classes, classes)) {
+      sums[r].largest = std::numeric_limits<double>::quiet_NaN();
+      sums[r].index = 0;
     }
-    // A logit of infinity makes them NaN, too.
-    if (std::isnan(sums.rest) && SumsOfBlock<Scalar>::any_nan(z, classes)) {
-      sums.largest = std::numeric_limits<double>::quiet_NaN();
-      sums.index = 0;
-    }
-    return sums;
   }
-
- private:
-  Rows<Scalar> rows_;
-  Scalar padded_[kWidestGroup];
-};
+}
 
 struct StatisticsTile {
   double largest[kTileRows], rest[kTileRows], fall[kTileRows], target[kTileRows], log_sum[kTileRows];
@@ -157,13 +158,16 @@ FK_VECTOR_CLONES void finish_statistics(int64_t n_rows, StatisticsTile& tile) {
 
 template <typename Scalar>
 void row_sums(const Rows<Scalar>& rows, const RowSumsResult& result, int64_t row_begin, int64_t row_end) {
-  Reader<Scalar> reader(rows);
-  for (int64_t row = row_begin; row < row_end; ++row) {
-    const RowSums sums = reader.sums(row);
-    result.largest[row] = sums.largest;
-    result.rest[row] = sums.rest;
-    result.fall[row] = sums.fall;
-    result.index[row] = sums.index;
+  RowSums sums[kTileRows];
+  for (int64_t begin = row_begin; begin < row_end; begin += kTileRows) {
+    const int64_t n = std::min(kTileRows, row_end - begin);
+    sums_of_tile(rows, begin, n, sums);
+    for (int64_t r = 0; r < n; ++r) {
+      result.largest[begin + r] = sums[r].largest;
+      result.rest[begin + r] = sums[r].rest;
+      result.fall[begin + r] = sums[r].fall;
+      result.index[begin + r] = sums[r].index;
+    }
   }
 }
 
@@ -171,14 +175,23 @@ template <typename Scalar>
 void row_statistics(const Rows<Scalar>& rows, const Labels& labels, int64_t ignore_index,
                     const RowStatisticsResult<compute_t<Scalar>>& result, int64_t row_begin, int64_t row_end) {
   using Real = compute_t<Scalar>;
-  Reader<Scalar> reader(rows);
   StatisticsTile tile{};
+  RowSums of_rows[kTileRows];
   for (int64_t begin = row_begin; begin < row_end; begin += kTileRows) {
     const int64_t n = std::min(kTileRows, row_end - begin);
+    for (int64_t first = 0, end; first < n; first = end) {  // runs of rows that count, or that do not
+      const bool counts = labels[begin + first] != ignore_index;
+      for (end = first + 1; end < n && (labels[begin + end] != ignore_index) == counts;) ++end;
+      if (counts) {
+        sums_of_tile(rows, begin + first, end - first, of_rows + first);
+      } else {
+        std::fill(of_rows + first, of_rows + end, RowSums{});
+      }
+    }
     for (int64_t r = 0; r < n; ++r) {
       const int64_t row = begin + r, label = labels[row];
       const bool counts = label != ignore_index, is_class = label >= 0 && label < rows.classes;
-      const RowSums sums = counts ? reader.sums(row) : RowSums{};
+      const RowSums& sums = of_rows[r];
       tile.largest[r] = sums.largest;
       tile.rest[r] = sums.rest;
       tile.fall[r] = sums.fall;

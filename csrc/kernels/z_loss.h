@@ -6,24 +6,28 @@
 
 namespace focalkern {
 
-template <typename Real>
+// If `logits` is set, the row loss has labels without smoothing.
+template <typename Scalar>
 struct ZLossArgs {
+  using Real = compute_t<Scalar>;
   int64_t rows;
-  const Real* saved;           // [3, rows], of the row loss
-  const double* target_logit;  // [rows]; null for smoothing and class probabilities
-  Labels labels;               // null for class probabilities
-  int64_t ignore_index;
   int64_t classes;
-  const double* class_weight;  // [classes], or null
-  double coefficient;          // c
-  double* loss;                // [rows], 0 in ignored rows
-  Real* edited;                // [3, rows], saved for the sum of both losses
+  const Real* saved;     // [3, rows], of the row loss
+  const Scalar* logits;  // [rows, classes] in `layout`, or null
+  RowLayout layout;
+  Labels labels;  // null for class probabilities
+  int64_t ignore_index;
+  const Real* class_weight;  // [classes], or null
+  double coefficient;        // c
+  Real* edited;              // [3, rows], saved for the sum of both losses
+  Real* row_loss;            // [rows], to which the z-loss is added, or null
 };
 
 namespace cpu {
 
-template <typename Real>
-void z_loss(const ZLossArgs<Real>& args, int64_t row_begin, int64_t row_end);
+// Returns the sum of the z-losses of the rows.
+template <typename Scalar>
+double z_loss(const ZLossArgs<Scalar>& args, int64_t row_begin, int64_t row_end);
 
 }  // namespace cpu
 }  // namespace focalkern

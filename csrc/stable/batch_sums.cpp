@@ -23,8 +23,8 @@ FK_KERNELS_FRAGMENT(m) {
       "float bandwidth, bool mean, int ignore_index) -> ()");
   m.def("row_sums_out(Tensor input, Tensor(a!) sums, Tensor(b!) index) -> ()");
   m.def(
-      "row_statistics_out(Tensor input, Tensor target, int ignore_index, Tensor(a!) numbers, Tensor(b!) predicted, "
-      "Tensor(c!) flags) -> ()");
+      "row_statistics_out(Tensor input, Tensor target, int ignore_index, Tensor(a!) log_p, Tensor(b!) entropy, "
+      "Tensor(c!) lse, Tensor(d!) predicted, Tensor(e!) correct, Tensor(f!) counts) -> ()");
 }
 
 FK_KERNELS_IMPL(CPU, m) {

@@ -44,12 +44,14 @@ def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     return sums, index
 
 
-def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics of the rows [N, C] and their labels [N], 0, False or -1 for ignored rows.
+def row_statistics(
+    input: Tensor, target: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Statistics of the rows [N, C] and their labels [N], each [N]; 0, False or -1 for ignored rows.
 
     Returns:
-        log p, entropy and log-sum-exp [3, N], in float32, or float64 for float64 logits; the predicted class [N],
-        int64, -1 in rows with NaN; whether it is the label, and whether the row counts [2, N], bool.
+        log p, entropy and log-sum-exp, in float32, or float64 for float64 logits; the predicted class, int64, -1 in
+        rows with NaN; whether it is the label; whether the row counts.
     """
     (largest, rest, fall), index = row_sums(input)
     counts = target != ignore_index
@@ -59,6 +61,6 @@ def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Te
     log_sum = rest.log1p()
     log_p = torch.where(legal, (z_y - largest) - log_sum, torch.nan)
     numbers = torch.stack([log_p, log_sum + fall / (1.0 + rest), largest + log_sum])
-    numbers = torch.where(counts, numbers, 0.0).to(compute_dtype(input.dtype))
+    log_p, entropy, lse = torch.where(counts, numbers, 0.0).to(compute_dtype(input.dtype))
     predicted = torch.where(counts & ~largest.isnan(), index, -1)
-    return numbers, predicted, torch.stack([counts & (predicted == target), counts])
+    return log_p, entropy, lse, predicted, counts & (predicted == target), counts

@@ -3,41 +3,48 @@
 import torch
 from torch import Tensor
 
+from focalkern._types import REDUCTIONS
+
 __all__ = ["z_loss"]
 
 
 def z_loss(
+    loss: Tensor,
     saved: Tensor,
-    target_logit: Tensor | None,
-    target: Tensor | None,
+    input: Tensor,
+    target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
+    soft: bool,
+    reduction: int,
     coefficient: float,
 ) -> tuple[Tensor, Tensor]:
-    """c w lse^2 of each row, and the saved numbers of the sum of both losses.
+    """The row loss plus c w lse^2 of each row, and the saved numbers for the gradient of both.
 
     Args:
-        saved: [3 N + 1], the numbers that the kernel of the row loss saved.
-        target_logit: [N] float64 for labels without smoothing; None for smoothing and class probabilities.
-        target: [N] labels; None for class probabilities.
-        weight: [C] float64 class weights, or None.
-        ignore_index: label of the rows that do not count.
+        loss: the row loss of ``input`` and ``target``, in float32 or float64.
+        saved: [3 N + 1], the numbers that its kernel saved.
+        input, target, weight, ignore_index: arguments of the row loss.
+        soft: whether it has label smoothing or class probabilities.
+        reduction: the code of its reduction.
         coefficient: c.
-
-    Returns:
-        The z-losses [N] in float64, 0 in ignored rows, and the numbers [3 N + 1].
     """
     first, second, third = saved[:-1].double().view(3, -1).unbind()
     counts, row_weight = torch.ones_like(first, dtype=torch.bool), torch.ones_like(first)
-    if target is not None:
+    label = None
+    if not target.is_floating_point():
         counts = target != ignore_index
+        label = torch.where(counts, target, 0).long()
+        counts = counts.reshape(-1)
         if weight is not None:
-            row_weight = weight[torch.where(counts, target, 0).long()]
-    if target_logit is None:
+            row_weight = weight.double()[label.reshape(-1)]
+    if soft or label is None:
         lse = first + second.log1p()
         third = third + 2.0 * coefficient * row_weight * lse
     else:  # the backward pass multiplies with the weight
-        of_label = (target_logit - first).exp()
+        class_dim = min(input.dim() - 1, 1)
+        z_y = input.gather(class_dim, label.unsqueeze(class_dim)).reshape(-1).double()
+        of_label = (z_y - first).exp()
         lse = first + ((of_label - 1.0) - third).log1p()
         of_lse = 2.0 * coefficient * lse / (of_label - third)
         total = second + of_lse
@@ -48,6 +55,10 @@ def z_loss(
         else:
             total = torch.where(total.abs() < 1e-30, 1e-30, total)
         second, third = total, (second * third + of_lse * of_label) / total
-    loss = torch.where(counts, coefficient * row_weight * lse.square(), 0.0)
+    terms = torch.where(counts, coefficient * row_weight * lse.square(), 0.0)
     second, third = torch.where(counts, second, 0.0), torch.where(counts, third, 0.0)
-    return loss, torch.cat([first, second, third, saved[-1:].double()]).to(saved.dtype)
+    edited = torch.cat([first, second, third, saved[-1:].double()]).to(saved.dtype)
+    if REDUCTIONS[reduction] == "none":
+        return (loss + terms.reshape(loss.shape)).to(loss.dtype), edited
+    extra = terms.sum() / saved[-1] if REDUCTIONS[reduction] == "mean" else terms.sum()
+    return (loss + extra).to(loss.dtype), edited

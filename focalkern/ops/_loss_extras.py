@@ -42,46 +42,67 @@ def loss_with_extras(
     """The row loss number ``kind`` of whole rows, input [C], [N, C] or [N, C, d1, ...]."""
     check_tensor(op, "input", input)
     check_tensor(op, "target", target)
-    check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
     refuse_stats_of_probabilities(op, target, return_stats)
-    edges, values = (gamma.edges, gamma.gammas) if isinstance(gamma, GammaTable) else (None, gamma)
-    check_arguments(op, input, target, values, edges, weight, ignore_index, label_smoothing)
     class_dim = min(input.dim() - 1, 1)
     transformed = torch._C._are_functorch_transforms_active()
-    if not (transformed or torch.compiler.is_compiling()):
-        check_range(op, target, input.shape[class_dim], ignore_index)
-    soft = target.is_floating_point()
-    arguments = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
     apart = transformed or torch.autograd.forward_ad._current_level >= 0 or not has_float64(input.device)
-    if not z_loss and not apart:
+    arguments = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
+    if not z_loss:
         loss = row_loss(op, kind, input, target, gamma, 0.0, *arguments)
-    elif not apart and adds_z_loss(kind, input, target, label_smoothing):
-        loss = loss_with_z_loss(op, kind, input, target, gamma, *arguments, z_loss)
-    elif apart or soft or label_smoothing:
-        loss = loss_plus_z_loss(op, kind, input, target, gamma, *arguments, z_loss, apart)
     else:
-        loss = loss_of_slices(
-            op,
-            kind,
-            input.movedim(class_dim, -1),
-            target,
-            gamma,
-            process_group=ALONE,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            detach_modulation=detach_modulation,
-            z_loss=z_loss,
-        )
+        loss = _with_z_loss(op, kind, input, target, gamma, *arguments, z_loss, apart)
     if not return_stats:
         return loss
     if transformed:
         raise NotImplementedError(f"{op}: torch.func does not transform return_stats=True; leave it out")
     with torch.no_grad():
-        z = input.detach().movedim(class_dim, -1)
-        leading, classes = z.shape[:-1], z.shape[-1]
-        rows = z.reshape(leading.numel(), classes)
-        numbers, predicted, flags = row_statistics(rows, target.reshape(-1), ignore_index)
-        (log_p, entropy, lse), (correct, counts) = numbers, flags
-        fields = (log_p, entropy, predicted, correct, lse, counts)
-    return LossWithStats(loss, LossStats(*(field.reshape(leading) for field in fields)))
+        z = input.detach()
+        rows = z if z.dim() == 2 else z.movedim(class_dim, -1).reshape(target.numel(), -1)
+        log_p, entropy, lse, predicted, correct, counts = row_statistics(rows, target.reshape(-1), ignore_index)
+        stats = LossStats(log_p, entropy, predicted, correct, lse, counts)
+        if target.dim() != 1:
+            stats = LossStats(*(field.reshape(target.shape) for field in stats))
+    return LossWithStats(loss, stats)
+
+
+def _with_z_loss(
+    op: str,
+    kind: int,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    detach_modulation: bool,
+    z_loss: float,
+    apart: bool,
+) -> Any:
+    check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
+    edges, values = (gamma.edges, gamma.gammas) if isinstance(gamma, GammaTable) else (None, gamma)
+    check_arguments(op, input, target, values, edges, weight, ignore_index, label_smoothing)
+    arguments = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
+    if not apart and adds_z_loss(kind, input, target, label_smoothing):
+        try:
+            return loss_with_z_loss(op, kind, input, target, gamma, *arguments, z_loss)
+        except IndexError:  # the kernel checks the labels, but names its own loss
+            check_range(op, target, input.shape[min(input.dim() - 1, 1)], ignore_index)
+            raise
+    if not (torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()):
+        check_range(op, target, input.shape[min(input.dim() - 1, 1)], ignore_index)
+    if apart or target.is_floating_point() or label_smoothing:
+        return loss_plus_z_loss(op, kind, input, target, gamma, *arguments, z_loss, apart)
+    return loss_of_slices(
+        op,
+        kind,
+        input.movedim(min(input.dim() - 1, 1), -1),
+        target,
+        gamma,
+        process_group=ALONE,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        detach_modulation=detach_modulation,
+        z_loss=z_loss,
+    )

@@ -57,8 +57,9 @@ def loss_with_z_loss(
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
     elif not isinstance(gamma, Tensor):
-        # A tensor, not a constant of the graph, so that another value does not compile again.
-        gamma = torch.zeros((), dtype=torch.float64) + gamma
+        # In a graph no constant, so that another value does not compile again.
+        compiling = torch.compiler.is_compiling()
+        gamma = torch.zeros((), dtype=torch.float64) + gamma if compiling else torch.tensor(gamma, dtype=torch.float64)
     options = (op, kind, REDUCTIONS.index(reduction), ignore_index, label_smoothing, detach_modulation, z_loss)
     loss: Tensor = _LossWithZLoss.apply(input, target, gamma, edges, weight, *options)  # type: ignore[no-untyped-call]
     return loss.to(dtype)
@@ -84,19 +85,14 @@ class _LossWithZLoss(torch.autograd.Function):
         tensors = (input, target, gamma, edges, weight)
         options = (reduction, ignore_index, label_smoothing, detach_modulation)
         loss, saved = torch.ops.focalkern.focal_loss_forward(*tensors, *options, True, kind, 0.0)
-        soft = target.is_floating_point()
-        labels = None if soft else target.reshape(-1).contiguous()
-        logit = None if soft or label_smoothing else _target_logits(input, target, ignore_index)
-        weights = None if soft or weight is None else weight.double().contiguous()
-        terms, edited = _z_loss(saved, logit, labels, weights, ignore_index, z_loss)
-        if REDUCTIONS[reduction] == "none":
-            extra = terms.reshape(loss.shape)
-        else:
-            extra = terms.sum() / saved[-1] if REDUCTIONS[reduction] == "mean" else terms.sum()
+        soft = target.is_floating_point() or label_smoothing > 0
+        use_module = is_plain(input) and not torch.compiler.is_compiling()
+        add = backend_for(input).z_loss if use_module else fallback.z_loss
+        loss, edited = add(loss, saved, input, target, weight, ignore_index, soft, reduction, z_loss)
         # The derivative in gamma of labels without smoothing needs the numbers of the row loss.
         ctx.save_for_backward(*tensors, edited, saved if ctx.needs_input_grad[2] else None)
         ctx.arguments = (op, kind, *options, z_loss)
-        return (loss + extra).to(loss.dtype)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
@@ -126,29 +122,6 @@ class _LossWithZLoss(torch.autograd.Function):
 
 
 _NO_GRADIENTS = (None,) * 9
-
-
-def _target_logits(input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """[N] in float64; any logit for ignored rows."""
-    class_dim = min(input.dim() - 1, 1)
-    label = torch.where(target != ignore_index, target, 0).long()
-    return input.gather(class_dim, label.unsqueeze(class_dim)).reshape(-1).double()
-
-
-def _z_loss(
-    saved: Tensor,
-    target_logit: Tensor | None,
-    target: Tensor | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    coefficient: float,
-) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor]
-    if is_plain(saved) and not torch.compiler.is_compiling():
-        found = backend_for(saved).z_loss(saved, target_logit, target, weight, ignore_index, coefficient)
-    else:
-        found = fallback.z_loss(saved, target_logit, target, weight, ignore_index, coefficient)
-    return found
 
 
 def _differentiable(

@@ -15,6 +15,8 @@ from focalkern.ops._linear_chunks import is_plain
 
 __all__ = ["row_statistics", "row_sums"]
 
+_Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     """The sums [3, N] and classes [N] of :func:`focalkern.fallback.row_sums`, for any number of classes."""
@@ -24,11 +26,11 @@ def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
-def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> _Statistics:
     """As :func:`focalkern.fallback.row_statistics`."""
     if is_plain(input) and not torch.compiler.is_compiling():
         return _statistics(input, target, ignore_index)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.focalkern.row_statistics(input, target, ignore_index)
+    found: _Statistics = torch.ops.focalkern.row_statistics(input, target, ignore_index)
     return found
 
 
@@ -46,8 +48,10 @@ def _sums(input: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = _backend(input).row_statistics(input, target, ignore_index)
+def _statistics(
+    input: Tensor, target: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    found: _Statistics = _backend(input).row_statistics(input, target, ignore_index)
     return found
 
 
@@ -57,10 +61,12 @@ def _empty_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     return input.new_empty(3, rows, dtype=real), input.new_empty(rows, dtype=torch.int64)
 
 
-def _empty_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = input.shape[0]
-    numbers = input.new_empty(3, rows, dtype=compute_dtype(input.dtype))
-    return numbers, input.new_empty(rows, dtype=torch.int64), input.new_empty(2, rows, dtype=torch.bool)
+def _empty_statistics(input: Tensor, target: Tensor, ignore_index: int) -> _Statistics:
+    def make(dtype: torch.dtype) -> Tensor:
+        return input.new_empty(input.shape[0], dtype=dtype)
+
+    real = compute_dtype(input.dtype)
+    return make(real), make(real), make(real), make(torch.int64), make(torch.bool), make(torch.bool)
 
 
 # A compiled graph holds the operators, which it does not trace.

@@ -27,16 +27,16 @@ def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     return sums, index
 
 
-def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
     """As :func:`focalkern.fallback.row_statistics`, on the CPU."""
     rows = _checked("row_statistics", input)
-    n = len(rows)
+    n, real = len(rows), compute_dtype(rows.dtype)
     if not target.is_cpu or target.dtype not in LABELS or target.shape != (n,):
         raise ValueError(
             f"row_statistics: target must be int64, int32 or uint8 labels [N] = [{n}] on the CPU, got "
             f"{scalar_name(target.dtype)} {list(target.shape)}"
         )
-    numbers = rows.new_empty(3, n, dtype=compute_dtype(rows.dtype))
-    predicted, flags = rows.new_empty(n, dtype=torch.int64), rows.new_empty(2, n, dtype=torch.bool)
-    torch.ops.focalkern_stable.row_statistics_out(rows, target.contiguous(), ignore_index, numbers, predicted, flags)
-    return numbers, predicted, flags
+    dtypes = (real, real, real, torch.int64, torch.bool, torch.bool)
+    results = tuple(rows.new_empty(n, dtype=dtype) for dtype in dtypes)
+    torch.ops.focalkern_stable.row_statistics_out(rows, target.contiguous(), ignore_index, *results)
+    return results

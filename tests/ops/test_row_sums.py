@@ -8,7 +8,7 @@ import torch
 from conftest import assert_close
 
 from focalkern import fallback
-from focalkern.ops.row_sums import row_sums
+from focalkern.ops.row_sums import row_statistics, row_sums
 
 FUNCTIONS = [row_sums, fallback.row_sums]
 
@@ -90,8 +90,34 @@ def test_any_strides_and_no_rows():
     assert index.tolist() == [0, 0]
 
 
-def test_the_operator_of_compiled_graphs():
-    torch.library.opcheck(torch.ops.focalkern.row_sums.default, (torch.randn(4, 6),))
+def test_the_operators_of_compiled_graphs():
+    z, target = torch.randn(4, 6), torch.tensor([0, 1, -100, 5])
+    torch.library.opcheck(torch.ops.focalkern.row_sums.default, (z,))
+    torch.library.opcheck(torch.ops.focalkern.row_statistics.default, (z, target, -100))
+
+
+# classes: below and above the width of a padded row, and more than a block. rows: two tiles and a remainder.
+@pytest.mark.parametrize("labels", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [7, 100, 5000])
+def test_the_statistics(classes, dtype, labels):
+    z, target = (3 * torch.randn(133, classes)).to(dtype), torch.randint(min(classes, 200), (133,)).to(labels)
+    ignored = 255 if labels == torch.uint8 else -100
+    target[::3], target[40:110] = ignored, ignored
+    z[0], z[1, 3] = torch.nan, torch.nan  # the first is ignored
+    found, expected = (f(z, target, ignored) for f in (row_statistics, fallback.row_statistics))
+    for value, wanted in zip(found[:3], expected[:3], strict=True):
+        assert value.dtype == wanted.dtype
+        assert_close(value, wanted)
+    for value, wanted in zip(found[3:], expected[3:], strict=True):
+        assert torch.equal(value, wanted)
+
+
+@pytest.mark.parametrize("function", [row_statistics, fallback.row_statistics], ids=["operator", "torch"])
+def test_a_label_that_is_no_class(function):
+    log_p, entropy, *_, correct, counts = function(torch.zeros(2, 3), torch.tensor([3, -1]), -100)
+    assert log_p.isnan().all() and not entropy.isnan().any()
+    assert correct.tolist() == [False, False] and counts.tolist() == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The z-loss in the saved numbers of a row loss: the kernel compared with torch operations, and where terms cancel.
 Losses and gradients: test_loss_extras."""
 
+import math
+
 import pytest
 import torch
 from conftest import assert_close
@@ -14,52 +16,75 @@ N, C = 133, 7  # rows: two tiles of the kernel and a remainder
 pytestmark = pytest.mark.skipif(not has_kernels(torch.zeros(1)), reason="plain torch saves no numbers")
 
 
-def saved_of(dtype, target, **options):
-    z, gamma = (3 * torch.randn(N, C)).to(dtype), torch.tensor(2.0, dtype=torch.float64)
-    smoothing = options.get("label_smoothing", 0.0)
-    arguments = (z, target, gamma, None, options.get("weight"), 1, -100, smoothing, False, True, 0, 0.0)
-    return z, torch.ops.focalkern.focal_loss_forward(*arguments)[1]
+def row_loss_of(z, target, reduction=0, weight=None, smoothing=0.0, ignored=-100):
+    """The arguments of z_loss for a row loss: the loss, its saved numbers, and its own arguments."""
+    gamma, soft = torch.tensor(2.0, dtype=torch.float64), target.is_floating_point() or smoothing > 0
+    options = (weight, reduction, ignored, smoothing, False, True, 0, 0.0)
+    loss, saved = torch.ops.focalkern.focal_loss_forward(z, target, gamma, None, *options)
+    return loss, saved, z, target, weight, ignored, soft, reduction, 0.3
 
 
-# smoothing: without it, the saved numbers are others, and the backward pass multiplies with the class weights.
+# smoothing: without it the saved numbers are others, and the backward pass multiplies with the class weights.
 @pytest.mark.parametrize("weight", [None, torch.linspace(0, 2, C, dtype=torch.float64)], ids=["", "weight"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("labels", [torch.int64, torch.int32, torch.uint8])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_is_the_torch_operations(dtype, labels, smoothing, weight):
-    target = torch.randint(C, (N,)).to(labels)
-    ignored = 255 if labels == torch.uint8 else -100
-    z, saved = saved_of(dtype, target, label_smoothing=smoothing)
-    logit = None if smoothing else z.gather(1, target.long().unsqueeze(1)).squeeze(1).double()
+    target, ignored = torch.randint(C, (N,)).to(labels), 255 if labels == torch.uint8 else -100
     target[::5] = ignored
-    arguments = (saved, logit, target, weight, ignored, 0.3)
-    for found, expected in zip(backend_for(z).z_loss(*arguments), fallback.z_loss(*arguments), strict=True):
-        assert found.dtype == expected.dtype
-        assert_close(found, expected)
+    z = (3 * torch.randn(N, C)).to(dtype)
+    z[0] = torch.nan  # ignored
+    for reduction in range(3):
+        arguments = row_loss_of(z, target, reduction, weight, smoothing, ignored)
+        found, expected = (function(*arguments) for function in (backend_for(z).z_loss, fallback.z_loss))
+        for value, wanted in zip(found, expected, strict=True):
+            assert value.dtype == wanted.dtype
+        assert_close(found[0], expected[0])
+        rows = (target != ignored) if weight is None else (target != ignored) & (target != 0)  # class 0 has weight 0
+        assert_close(found[1][:-1].view(3, N)[:, rows], expected[1][:-1].view(3, N)[:, rows])
+        assert found[1][-1] == expected[1][-1]
+
+
+# Rows along the classes, across adjacent pixels, in images, and in strides that want a copy.
+@pytest.mark.parametrize(
+    "z",
+    [
+        torch.randn(C),
+        torch.randn(5, C, 4, 6),
+        torch.randn(5, C, 4, 6).to(memory_format=torch.channels_last),
+        torch.randn(5, C, 9, 12)[..., 1:5, ::2],
+        torch.randn(C, 40).t(),
+    ],
+    ids=["one row", "pixels", "channels last", "every second pixel", "transposed"],
+)
+def test_layouts(z):
+    target = torch.randint(C, z.shape[:1] + z.shape[2:] if z.dim() > 1 else ())
+    arguments = row_loss_of(z, target)
+    found, expected = (function(*arguments) for function in (backend_for(z).z_loss, fallback.z_loss))
+    assert_close(found[0], expected[0])
+    assert_close(found[1], expected[1])
 
 
 def test_class_probabilities():
-    z, saved = saved_of(torch.float64, torch.rand(N, C, dtype=torch.float64))
-    arguments = (saved, None, None, None, -100, 0.3)
+    z, target = torch.randn(N, C, dtype=torch.float64), torch.rand(N, C, dtype=torch.float64)
+    arguments = row_loss_of(z, target)
     loss, numbers = backend_for(z).z_loss(*arguments)
-    assert_close(loss, 0.3 * z.logsumexp(1).square())
+    assert_close(loss, arguments[0] + 0.3 * z.logsumexp(1).square())
     assert_close(numbers, fallback.z_loss(*arguments)[1])
 
 
-@pytest.mark.parametrize(
-    "function", [lambda *a: backend_for(a[0]).z_loss(*a), fallback.z_loss], ids=["kernel", "torch"]
-)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_terms_that_cancel(function, dtype):
+@pytest.mark.parametrize("name", ["kernel", "torch"])
+def test_terms_that_cancel(name, dtype):
     """The coefficient of all classes is 0, that of the target is not: their product is the gradient of the target."""
-    lse = torch.tensor([0.0, 0.0], dtype=dtype).logsumexp(0)  # logits (-lse, -lse) have the log-sum-exp 0
-    logit = torch.zeros(1, dtype=torch.float64) - 2.0
-    # m = -2, S = 2, c_f / S = 0.5 and 2 c lse / S = -0.5.
-    c = float(0.5 / (2.0 - lse.double()))
-    saved = torch.tensor([-2.0, 0.5, -1.0, 1.0], dtype=dtype)
-    _, (shift, second, third, divisor) = function(saved, logit, torch.tensor([0]), None, -100, c)
+    z = torch.full((1, 2), -2.0, dtype=dtype)
+    # m = -2, S = 2, c_f / S = 0.5, and c is such that 2 c lse / S = -0.5.
+    c = 0.5 / (2.0 - math.log(2.0))
+    saved, loss = torch.tensor([-2.0, 0.5, -1.0, 1.0], dtype=dtype), torch.zeros(1, dtype=dtype)
+    function = backend_for(z).z_loss if name == "kernel" else fallback.z_loss
+    _, (shift, second, third, divisor) = function(loss, saved, z, torch.tensor([0]), None, -100, False, 0, c)
     assert shift == -2 and divisor == 1
-    assert abs(float(second)) < 1e-6
+    assert 0 < abs(float(second)) < 1e-6
     assert_close(second * third, torch.tensor(-1.0, dtype=dtype))
 
 
@@ -96,17 +121,18 @@ def test_the_gradient_of_gamma(smoothing):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({0: torch.zeros(4, dtype=torch.int64)}, "saved must be"),
-        ({0: torch.zeros(5)}, "saved must be"),
-        ({1: torch.zeros(1)}, "target_logit must be float64"),
-        ({2: torch.zeros(2, dtype=torch.int64)}, r"target must be contiguous labels \[N\] = \[1\]"),
+        ({1: torch.zeros(4, dtype=torch.int64)}, r"saved must be the numbers \[3 N \+ 1\] = \[4\] of a row loss"),
+        ({1: torch.zeros(5)}, "saved must be"),
+        ({0: torch.zeros(2)}, "loss must be"),
+        ({3: torch.zeros(2, dtype=torch.int64)}, r"target must be labels \[N\] = \[1\]"),
+        ({4: torch.zeros(2)}, r"weight must be \[C\] = \[3\]"),
     ],
-    ids=["dtype", "length", "logit", "target"],
+    ids=["dtype", "length", "loss", "target", "weight"],
 )
 def test_errors(change, message):
     if fk.build_info()["kernels"] != "compiled":
         pytest.skip("torch operations check nothing")
-    arguments = [torch.zeros(4), torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)]
+    arguments = [torch.zeros(1), torch.zeros(4), torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), None]
     arguments = [change.get(i, argument) for i, argument in enumerate(arguments)]
     with pytest.raises(ValueError, match=f"z_loss: {message}"):
-        backend_for(torch.zeros(1)).z_loss(*arguments, None, -100, 0.1)
+        backend_for(torch.zeros(1)).z_loss(*arguments, -100, False, 0, 0.1)
