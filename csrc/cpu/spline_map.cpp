@@ -79,11 +79,10 @@ double slack_of_steps(const SplineMapForward& args) {
   return 4 * rounding <= kLeastSlope * kLeastStep ? 4 * rounding : 0;
 }
 
-#ifdef FK_HAS_AVX512_CODE
 // Whether cpu/spline_narrow.h supports this map.
 bool is_narrow(const SplineMapForward& args) {
   if (args.rows.storage == SplineStorage::kDouble || args.to == SplineStorage::kDouble) return false;
-  if (!scores_fit_registers(args.curve, args.scores) || args.rows.floor < kNarrowFloor) return false;
+  if (!is_scalar(args.curve, args.scores) || args.rows.floor < kNarrowFloor) return false;
   const CurveBounds of = bounds_of(args);
   const double factor = std::abs(args.scores.factor);
   return factor * of.farthest + of.largest <= kNarrowLargest && factor + of.steepest <= kNarrowSteepest;
@@ -92,54 +91,86 @@ bool is_narrow(const SplineMapForward& args) {
 // Whether the rows are side by side in the row layout, or many enough to be transposed.
 bool is_transposed(const SplineTile& t) { return !t.column || (t.n_rows >= 4 && t.classes >= 4); }
 
-// From the logits to the results of narrow_softmax.
-void narrow_tile(const SplineMapForward& args, int64_t row, const NarrowCurve& curve, const SplineTile& t) {
-  const SplineInput& input = args.rows;
-  const auto from = [&](const auto* z) {
-    narrow_exponents(t, z, input.temperature, args.keep_order ? kSplineGrid : 0);
-    narrow_rows(t, input.floor);
-    validate_rows(args, row, t);
-    narrow_softmax(t, z, curve, args);
-  };
-  if (input.is_probs || input.storage != SplineStorage::kFloat || !is_transposed(t)) {
-    read_logits(input, row, t);
-    largest_of_rows(t, t.d, t.top);
-    return from(static_cast<const double*>(t.d));
+// The forward pass in vectors of one width. Returns the first invalid row, or -1.
+template <int64_t bytes>
+class NarrowMap {
+ public:
+  explicit NarrowMap(const SplineMapForward& args) : args_(args), curve_(args.curve) {}
+
+  int64_t forward(int64_t row_begin, int64_t row_end) const {
+    SplineScratch scratch(args_.rows.classes, /*arrays=*/5);
+    int64_t invalid = -1;
+    double scale[kSplineTileRows] = {}, shift[kSplineTileRows] = {};
+    for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+      const auto t = scratch.tile(std::min(scratch.rows(), row_end - row));
+      from_input(t, row);
+      if (args_.log_output) {
+        for (int64_t r = 0; r < t.n_rows; ++r) scale[r] = kNarrowLn2, shift[r] = -std::log(t.sum[r]);
+      } else {
+        for (int64_t r = 0; r < t.n_rows; ++r) scale[r] = 1 / t.sum[r];
+      }
+      leave_out_invalid(t, row, scale, shift, invalid);
+      if (args_.to != SplineStorage::kFloat || !is_transposed(t)) {
+        write_scaled(t, scale, shift, args_.output, args_.to, row);
+        continue;
+      }
+      float* const to = static_cast<float*>(args_.output) + row * t.classes;
+      args_.log_output ? run_in<bytes, NarrowResults<true>>(t, scale, shift, to)
+                       : run_in<bytes, NarrowResults<false>>(t, scale, shift, to);
+    }
+    return invalid;
   }
-  const float* z = static_cast<const float*>(input.input) + row * t.classes;
-  if (t.column) {
-    float* const columns = reinterpret_cast<float*>(t.d);
-    if (t.n_rows < kSplineTileRows) std::fill_n(columns, t.classes * kSplineTileRows, 0.0f);
-    to_columns<kSplineTileRows>(z, t.classes, t.n_rows, t.classes, columns);
-    z = columns;
+
+ private:
+  void from_input(const SplineTile& t, int64_t row) const {
+    const SplineInput& input = args_.rows;
+    if (input.is_probs || input.storage != SplineStorage::kFloat || !is_transposed(t)) {
+      read_logits(input, row, t);
+      largest_of_rows(t, t.d, t.top);
+      return from_logits(t, row, static_cast<const double*>(t.d));
+    }
+    const float* z = static_cast<const float*>(input.input) + row * t.classes;
+    if (t.column) {
+      float* const columns = reinterpret_cast<float*>(t.d);
+      if (t.n_rows < kSplineTileRows) std::fill_n(columns, t.classes * kSplineTileRows, 0.0f);
+      to_columns<kSplineTileRows>(z, t.classes, t.n_rows, t.classes, columns);
+      z = columns;
+    }
+    run_in<bytes, NarrowTops>(t, z);
+    from_logits(t, row, z);
   }
-  narrow_tops(t, z);
-  from(z);
-}
+
+  // Writes the exponentials of the scores, or the differences of the scores from the largest of their row, as binary
+  // logarithms, to t.f, and the sums of the exponentials to t.sum.
+  template <typename Logit>
+  void from_logits(const SplineTile& t, int64_t row, const Logit* z) const {
+    run_in<bytes, NarrowExponents<Logit>>(t, z, args_.rows.temperature, args_.keep_order ? kSplineGrid : 0);
+    run_in<bytes, NarrowRowNumbers>(t, args_.rows.floor);
+    validate_rows(args_, row, t);
+    const bool keep_zeros = args_.scores.keep_zeros;
+    if (args_.log_output) {
+      keep_zeros ? scores<true, true>(t, z, t.score_top) : scores<true, false>(t, z, t.score_top);
+      run_in<bytes, NarrowSums>(t);
+    } else {
+      keep_zeros ? scores<false, true>(t, z, t.sum) : scores<false, false>(t, z, t.sum);
+    }
+  }
+  template <bool log, bool keep_zeros, typename Logit>
+  void scores(const SplineTile& t, const Logit* z, double* of_rows) const {
+    run_in<bytes, NarrowScores<log, keep_zeros, Logit>>(t, z, curve_, args_, of_rows);
+  }
+
+  const SplineMapForward& args_;
+  const NarrowCurve<bytes / sizeof(double)> curve_;
+};
 
 int64_t narrow_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {
-  SplineScratch scratch(args.rows.classes, /*arrays=*/5);
-  const NarrowCurve curve(args.curve);
-  int64_t invalid = -1;
-  double scale[kSplineTileRows], shift[kSplineTileRows] = {};
-  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
-    const auto t = scratch.tile(std::min(scratch.rows(), row_end - row));
-    narrow_tile(args, row, curve, t);
-    for (int64_t r = 0; r < (t.column ? kSplineTileRows : t.n_rows); ++r) {
-      scale[r] = args.log_output ? kNarrowLn2 : 1 / t.sum[r];
-      shift[r] = args.log_output ? -std::log(t.sum[r]) : 0;
-    }
-    leave_out_invalid(t, row, scale, shift, invalid);
-    if (args.to != SplineStorage::kFloat || !is_transposed(t)) {
-      write_scaled(t, scale, shift, args.output, args.to, row);
-      continue;
-    }
-    float* const to = static_cast<float*>(args.output) + row * t.classes;
-    args.log_output ? narrow_results<true>(t, scale, shift, to) : narrow_results<false>(t, scale, shift, to);
-  }
-  return invalid;
-}
+#ifdef FK_HAS_AVX512_CODE
+  if (has_avx512()) return NarrowMap<64>(args).forward(row_begin, row_end);
+  if (has_avx2()) return NarrowMap<32>(args).forward(row_begin, row_end);
 #endif
+  return NarrowMap<16>(args).forward(row_begin, row_end);
+}
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
@@ -255,9 +286,7 @@ void SplineMapGradient::add(const SplineMapGradient& other) {
 }
 
 int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {
-#ifdef FK_HAS_AVX512_CODE
   if (is_narrow(args)) return narrow_map_forward(args, row_begin, row_end);
-#endif
   SplineScratch scratch(args.rows.classes, /*arrays=*/5);
   const CurveTables tables(args.curve);
   // For narrow types the grid keeps the order: distinct inputs are many steps apart. For double, scores that rise

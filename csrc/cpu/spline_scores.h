@@ -245,9 +245,13 @@ FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
   }
 }
 
+// Whether the scores have no terms of a class, and the pieces of the curve fit tables.
+inline bool is_scalar(const SplineCurve& curve, const SplineScores& args) {
+  return !args.weight && !args.bias && !args.extra && curve.knots < kSplineTables;
+}
 // Whether scores_in_registers supports these scores.
 inline bool scores_fit_registers(const SplineCurve& curve, const SplineScores& args) {
-  return !args.weight && !args.bias && !args.extra && curve.knots < kSplineTables && has_avx512();
+  return is_scalar(curve, args) && has_avx512();
 }
 
 // Computes the scores of a tile from its exponentials, and the largest score of each row.

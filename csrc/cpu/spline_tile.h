@@ -21,7 +21,8 @@ constexpr int64_t kSplineTileRows = 64;
 constexpr int64_t kSplineLanes = 8;        // classes of the row layout are padded to whole groups of this many
 constexpr int64_t kSplineFewClasses = 32;  // up to this many, the layout is `column`
 constexpr int64_t kSplineTileElements = 2048;
-constexpr int kSplineTables = 16;  // entries of a table of pieces that two registers hold
+constexpr int kSplineTables = 16;        // entries of a table of pieces that two registers hold
+constexpr double kSplineSmall = 0x1p-6;  // up to this p a polynomial gives log(1 - p)
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
 struct SplineTile {
@@ -219,7 +220,6 @@ FK_AVX512 inline __m512d logarithms(__m512d x) {
 }
 
 // log(1 - p) for p of at most kSplineSmall.
-constexpr double kSplineSmall = 0x1p-6;
 FK_AVX512 inline __m512d log_complements_of_small(__m512d p) {
   __m512d tail = _mm512_set1_pd(-1.0 / 8);
   for (const double term : {-1.0 / 7, -1.0 / 6, -1.0 / 5, -1.0 / 4, -1.0 / 3, -1.0 / 2, -1.0}) {

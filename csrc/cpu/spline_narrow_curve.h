@@ -1,0 +1,183 @@
+// Functions and curve of the scalar spline map of results of at most 24 bits, in vectors of n doubles. The passes over
+// the classes, which say how exact the functions are: cpu/spline_narrow.h.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/simd/lanes.h"
+#include "cpu/spline_tile.h"
+
+namespace focalkern::cpu {
+namespace {
+
+constexpr double kNarrowLn2 = 0.693147180559945309417, kNarrowLog2e = 1.44269504088896340736;
+
+alignas(64) constexpr double kNarrowInverse[8] = {
+    0.9411764705882353, 0.8421052631578947, 0.7619047619047619, 0.6956521739130435, 0.64,
+    0.5925925925925926, 0.5517241379310345, 0.5161290322580645};
+alignas(64) constexpr double kNarrowLog[8] = {0.06062462155414807, 0.17185025716694705, 0.2719337157310255,
+                                              0.3629054938211174,  0.44628710263572074, 0.5232481436698231,
+                                              0.594707107577045,   0.6613984820246952};
+
+// The polynomial with these coefficients, the highest first. Narrower vectors than those of AVX-512 have two chains of
+// multiply-adds from five terms on: fewer vectors are in flight, and would wait for each other.
+template <int64_t n, size_t terms>
+FK_HOST_DEVICE simd_t<double, n> polynomial(const simd_t<double, n>& x, const double (&of)[terms]) {
+  using Lanes = DoubleLanes<n>;
+  using Reals = typename Lanes::Doubles;
+  if constexpr (Lanes::kIsAvx512 || terms < 5) {
+    Reals value = Lanes::fma(x, of[0], of[1]);
+#pragma GCC unroll 16
+    for (size_t i = 2; i < terms; ++i) value = Lanes::fma(value, x, spread<Reals>(of[i]));
+    return value;
+  } else {
+    static_assert(terms % 2 == 1);
+    const Reals square = x * x;
+    Reals even = Lanes::fma(square, of[0], of[2]), odd = Lanes::fma(square, of[1], of[3]);
+#pragma GCC unroll 16
+    for (size_t i = 4; i < terms; i += 2) even = Lanes::fma(even, square, spread<Reals>(of[i]));
+#pragma GCC unroll 16
+    for (size_t i = 5; i < terms; i += 2) odd = Lanes::fma(odd, square, spread<Reals>(of[i]));
+    return Lanes::fma(odd, x, even);
+  }
+}
+
+// 2^x, with an error of 2.6e-9, continuous where the integer part changes.
+template <int64_t n>
+FK_HOST_DEVICE simd_t<double, n> narrow_powers_of_two(const simd_t<double, n>& x) {
+  constexpr double kTerms[] = {0.00015376692782553098,
+                               0.0013403072036946493,
+                               0.009618374760873242,
+                               0.05550321098221978,
+                               0.24022648276742742,
+                               0.6931472092026533,
+                               1.0};
+  const auto power = DoubleLanes<n>::parts(x);
+  return DoubleLanes<n>::times_power(polynomial<n>(power.fraction, kTerms), power.whole);
+}
+
+// log x of a normal number, with an error of 7.9e-10, continuous where the exponent or the table's entry changes; 0
+// for 1.
+template <int64_t n>
+FK_HOST_DEVICE simd_t<double, n> narrow_logarithms(const simd_t<double, n>& x) {
+  using Lanes = DoubleLanes<n>;
+  using Reals = typename Lanes::Doubles;
+  const Reals mantissa = Lanes::mantissa(x), exponent = Lanes::exponent(x), ln2 = spread<Reals>(kNarrowLn2);
+  if constexpr (Lanes::kIsAvx512) {  // a table of eight numbers, of which the index is the last three bits
+    const auto place = lanes_cast<typename Lanes::Words>(x) >> 49;
+    const Reals inverse = Lanes::template look_up<8>(kNarrowInverse, place);
+    const Reals r = Lanes::fma(mantissa, inverse, spread<Reals>(-1.0));
+    const Reals whole = Lanes::fma(exponent, ln2, Lanes::template look_up<8>(kNarrowLog, place));
+    constexpr double kTerms[] = {0.20086805491503334, -0.2508097458385684, 0.3333318297933007, -0.49999912358602294,
+                                 1.0000000007098266};
+    return Lanes::fma(polynomial<n>(r, kTerms), r, whole);
+  } else {
+    constexpr double kTerms[] = {-0.0023872520148381566, 0.0037737049193732127, -0.004659241276272851,
+                                 0.008122327515007025,   -0.014664812497876389, 0.026364879660220216,
+                                 -0.0493804649657888,    0.09876416039400537,   -0.2222222794078703,
+                                 0.6666666830804169,     0.4054651083496125};
+    return Lanes::fma(exponent, ln2, polynomial<n>(mantissa - 1.5, kTerms));
+  }
+}
+
+// The numbers of n rows, or those of one row in all lanes.
+template <int64_t n>
+struct NarrowRows {
+  simd_t<double, n> scale, floor, log_complement;
+};
+
+// u = x - log(1 - p). Selected lane by lane, so that ties stay ties.
+template <int64_t n>
+FK_HOST_DEVICE simd_t<double, n> narrow_log_odds_of_small(const simd_t<double, n>& p, const simd_t<double, n>& x) {
+  constexpr double kTerms[] = {0.33971349436581727, 0.49995990208080004, 1.0000000370896};
+  return DoubleLanes<n>::fma(polynomial<n>(p, kTerms), p, x);
+}
+template <int64_t n>
+FK_HOST_DEVICE simd_t<double, n> narrow_log_odds(const simd_t<double, n>& p, const simd_t<double, n>& x,
+                                                 const NarrowRows<n>& row) {
+  using Reals = simd_t<double, n>;
+  const Reals u = narrow_log_odds_of_small<n>(p, x);  // for p up to kSplineSmall, where both branches agree
+  if (!DoubleLanes<n>::any(p, spread<Reals>(kSplineSmall))) return u;
+  const Reals log_complement = narrow_logarithms<n>(1 - p);
+  return p > kSplineSmall ? x - (p > kSplineLarge<double> ? row.log_complement : log_complement) : u;
+}
+
+// A curve in tables of its pieces. With AVX-512 bisection finds the piece of u: in the tables' index the low three bits
+// of a piece's number are reversed, so that bisection needs one permutation per step, of the first half of the tables
+// if all u are below the knot in the middle. Narrower vectors count the knots below u.
+template <int64_t n>
+class NarrowCurve {
+  using Lanes = DoubleLanes<n>;
+  using Reals = typename Lanes::Doubles;
+  using Words = typename Lanes::Words;
+  static constexpr int64_t kHalf = kSplineTables / 2, kQuarter = kHalf / 2;
+
+ public:
+  explicit NarrowCurve(const SplineCurve& curve) {
+    const auto knot_at = [&](int64_t k) { return k < curve.knots ? curve.positions[k] : -kMinusInfinity; };
+    for (int64_t code = 0; code < kSplineTables; ++code) {
+      const int64_t half = code & kHalf, quarter = half + 4 * (code & 1), eighth = quarter + (code & 2);
+      const int64_t piece = std::min(Lanes::kIsAvx512 ? eighth + (code >> 2 & 1) : code, curve.knots);
+      if constexpr (Lanes::kIsAvx512) {
+        in_half_[code] = knot_at(half + 3);
+        in_quarter_[code] = knot_at(quarter + 1);
+        in_eighth_[code] = knot_at(eighth);
+      }
+      knot_[code] = spread<Reals>(knot_at(code));
+      origin_[code] = curve.positions[std::max<int64_t>(piece - 1, 0)];
+      for (int k = 0; k < 4; ++k) power_[k][code] = curve.coefficients[piece * 4 + k] * kNarrowLog2e;
+    }
+    // P whose log-odds are left of a knot, also after rounding.
+    const auto left_of = [&](int64_t k) { return std::min(kSplineSmall, 1 / (1 + std::exp(1e-6 - knot_at(k)))); };
+    on_line_ = spread<Reals>(left_of(0));
+    on_quarter_ = spread<Reals>(left_of(kQuarter - 1));
+  }
+
+  // f(u) of P with the logarithm x. Each lane has the same bits in every branch.
+  FK_HOST_DEVICE Reals operator()(const Reals& p, const Reals& x, const NarrowRows<n>& row) const {
+    if constexpr (!Lanes::kIsAvx512) {  // of eight lanes, one is nearly always on the first pieces
+      if (!Lanes::any(p, on_line_)) {
+        return Lanes::fma(narrow_log_odds_of_small<n>(p, x) - origin_[0], power_[1][0], power_[0][0]);
+      }
+      if (!Lanes::any(p, on_quarter_)) return value<kQuarter>(narrow_log_odds_of_small<n>(p, x));
+    }
+    const Reals u = narrow_log_odds<n>(p, x, row);
+    if (!Lanes::any(u, knot_[kHalf - 1])) return value<kHalf>(u);
+    if constexpr (!Lanes::kIsAvx512) {
+      if (!Lanes::any(u, knot_[kHalf + kQuarter - 1])) return value<kHalf + kQuarter>(u);
+    }
+    return value<kSplineTables>(u);
+  }
+
+ private:
+  // f(u) on the first `pieces` pieces.
+  template <int64_t pieces>
+  FK_HOST_DEVICE Reals value(const Reals& u) const {
+    Words code{};
+    if constexpr (Lanes::kIsAvx512) {
+      if constexpr (pieces > kHalf) code = add_above(code, u, knot_[kHalf - 1], kHalf);
+      code = add_above(code, u, pieces > kHalf ? entry<pieces>(in_half_, code) : knot_[kQuarter - 1], 1);
+      code = add_above(code, u, entry<pieces>(in_quarter_, code), 2);
+      code = add_above(code, u, entry<pieces>(in_eighth_, code), 4);
+    } else {
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < pieces - 1; ++k) code -= lanes_cast<Words>(u > knot_[k]);
+    }
+    const Reals s = u - entry<pieces>(origin_, code);
+    Reals value = entry<pieces>(power_[3], code);
+    for (int k = 2; k >= 0; --k) value = Lanes::fma(value, s, entry<pieces>(power_[k], code));
+    return value;
+  }
+  template <int64_t pieces>
+  static FK_HOST_DEVICE Reals entry(const double* table, const Words& code) {
+    return Lanes::template look_up<pieces>(table, code);
+  }
+
+  Reals knot_[kSplineTables], on_line_, on_quarter_;
+  double in_half_[kSplineTables], in_quarter_[kSplineTables], in_eighth_[kSplineTables];  // with AVX-512
+  double origin_[kSplineTables], power_[4][kSplineTables];
+};
+
+}  // namespace
+}  // namespace focalkern::cpu
