@@ -60,7 +60,8 @@ def row_statistics(
     z_y = input.gather(1, torch.where(legal, label, 0).unsqueeze(1)).squeeze(1).to(largest.dtype)
     log_sum = rest.log1p()
     log_p = torch.where(legal, (z_y - largest) - log_sum, torch.nan)
-    numbers = torch.stack([log_p, log_sum + fall / (1.0 + rest), largest + log_sum])
-    log_p, entropy, lse = torch.where(counts, numbers, 0.0).to(compute_dtype(input.dtype))
+    numbers = (log_p, log_sum + fall / (1.0 + rest), largest + log_sum)
+    # The results of an operator share no memory.
+    log_p, entropy, lse = (torch.where(counts, values, 0.0).to(compute_dtype(input.dtype)) for values in numbers)
     predicted = torch.where(counts & ~largest.isnan(), index, -1)
     return log_p, entropy, lse, predicted, counts & (predicted == target), counts

@@ -83,7 +83,7 @@ def test_digits_beside_a_certain_class(function, classes, dtype, tolerance):
 
 def test_any_strides_and_no_rows():
     z = torch.randn(50, 9).t()
-    assert_close(row_sums(z)[0], row_sums(z.contiguous())[0])
+    assert_close(row_sums(z)[0], row_sums(z.contiguous())[0], torch.float32)  # the dtype of the terms
     assert [tuple(part.shape) for part in row_sums(torch.zeros(0, 5))] == [(3, 0), (0,)]
     sums, index = row_sums(torch.zeros(2, 0))
     assert sums.tolist() == [[-math.inf] * 2, [0.0] * 2, [0.0] * 2]
