@@ -141,8 +141,9 @@ def focal_loss(
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
             2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). The mean weights it as the
             loss of its row; for an ignored row it is 0. On the CPU the passes of the loss compute it, and it adds a few
-            operations per row. On other devices, labels without smoothing share one pass over the logits, forward and
-            backward; for other targets, for ``modulation`` and under torch.func, the z-loss takes one more pass each.
+            operations per row. On other devices, and for labels with ``modulation``, operations for slices of the
+            classes compute both terms in one pass over the logits, forward and backward; for smoothing and class
+            probabilities on other devices, and under torch.func, the z-loss takes one more pass each.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. It reads the logits once more, on the
             CPU by a kernel, on other devices by torch operations in blocks. Logits [N, C, d1, ...] are copied first.
 
