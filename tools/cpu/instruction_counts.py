@@ -4,7 +4,8 @@
 
 A small program steps through one chunk of rows, one instruction at a time (Linux, x86-64 with AVX-512, a C++
 compiler). Counts do not depend on the load of the machine. `--write` records them, `--summary` prints the recorded
-ones, `--only splines` counts for one table.
+ones, `--only splines` counts for one table. On a processor without AVX-512 `--only splines --write` records a table of
+AVX2.
 
 The floor of `focal_loss` is the number of instructions of its arithmetic in vectors of sixteen, without addresses,
 loops and spills:
@@ -37,6 +38,7 @@ TABLE = ROOT / "benchmarks" / "results" / "cpu_counts.csv"
 ELEMENTS_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_sigmoid.csv"
 SOFT_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_soft.csv"
 SPLINE_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_spline.csv"
+SPLINE_TABLE_AVX2 = SPLINE_TABLE.with_name("cpu_counts_spline_avx2.csv")
 LANES = 16
 FEW_CLASSES = 32  # as in csrc/cpu/row_loss/tile.h
 CASES = [
@@ -204,6 +206,10 @@ def main() -> None:
         print(summary(), soft_summary(), element_summary(), spline_summary(), sep="\n\n")
         return
     wanted = [TABLES[arguments.only]] if arguments.only else list(TABLES.values())
+    if "avx512bw" not in Path("/proc/cpuinfo").read_text():
+        if arguments.write and arguments.only != "splines":
+            parser.error("without AVX-512, --write needs --only splines: the other tables are of AVX-512")
+        wanted = [(SPLINE_TABLE_AVX2 if path == SPLINE_TABLE else path, *rest) for path, *rest in wanted]
     with tempfile.TemporaryDirectory() as folder:
         programs = {make: make(Path(folder)) for make in {one[2] for one in wanted}}
         found = [
