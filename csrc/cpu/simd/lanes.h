@@ -42,8 +42,8 @@ FK_AVX512 inline bool any_above(EightDoubles x, EightDoubles y) { return _mm512_
 FK_AVX512 inline EightDoubles larger(EightDoubles x, EightDoubles y) { return _mm512_max_pd(x, y); }
 FK_AVX512 inline EightDoubles widened(simd_t<float, 8> x) { return _mm512_cvtps_pd(x); }
 FK_AVX512 inline __mmask8 first_lanes(int64_t count) { return static_cast<__mmask8>((1 << count) - 1); }
-FK_AVX512 inline simd_t<float, 8> load_first(const float* from, int64_t count, float other) {
-  return _mm256_mask_loadu_ps(_mm256_set1_ps(other), first_lanes(count), from);
+FK_AVX512 inline simd_t<float, 8> load_first(simd_t<float, 8> others, const float* from, int64_t count) {
+  return _mm256_mask_loadu_ps(others, first_lanes(count), from);
 }
 FK_AVX512 inline void store_first(simd_t<float, 8> x, int64_t count, float* to) {
   _mm256_mask_storeu_ps(to, first_lanes(count), x);
@@ -182,7 +182,7 @@ struct DoubleLanes {
   // `count` < n floats, with `other` in the remaining lanes.
   static FK_HOST_DEVICE Floats load_front(const float* from, int64_t count, float other) {
     if constexpr (kIsAvx512) {
-      return load_first(from, count, other);
+      return load_first(spread<Floats>(other), from, count);
     } else {
       float lanes[n];
       for (int64_t i = 0; i < n; ++i) lanes[i] = i < count ? from[i] : other;
