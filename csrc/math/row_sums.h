@@ -1,7 +1,9 @@
 // Sums over the classes of a row that give its log-sum-exp, its entropy and its largest class.
 //
-//   m = max_j z_j    rest = sum of e^(z_j - m) over all classes but one of the largest    fall = sum_j (m - z_j) e^(z_j
-//   - m) log-sum-exp = m + log(1 + rest)    entropy = log(1 + rest) + fall / (1 + rest)
+//   m = max_j z_j
+//   rest = sum of e^(z_j - m) over all classes but one of the largest
+//   fall = sum_j (m - z_j) e^(z_j - m)
+//   log-sum-exp = m + log(1 + rest),   entropy = log(1 + rest) + fall / (1 + rest)
 //
 // Every term is positive, so that nothing cancels as the largest probability approaches 1.
 #pragma once

@@ -30,7 +30,7 @@ def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor,
 
     if z.shape[-1] < 2:
         raise ValueError(
-            "the focal calibration map: input must have at least two classes in its last dimension, got shape "
+            "focal_calibration_map: input must have at least two classes in its last dimension, got shape "
             f"{list(input.shape)}"
         )
     log_q = (z / temperature).log_softmax(-1)
