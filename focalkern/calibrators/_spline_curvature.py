@@ -43,10 +43,9 @@ def linear_hessian(rows: SplineRows, map: Map, of_curve: Tensor) -> Tensor:
         of_curve: the first block, with its penalty.
     """
     n_classes, n_curve = rows.n_classes, len(map.curve)
-    (i, j), of_classes = _pairs(n_classes, rows.device)
-    (first, second), of_terms = _pairs(n_classes + 1, rows.device)
+    of_classes, of_terms = _pairs(n_classes, rows.device), _pairs(n_classes + 1, rows.device)
     # The sums are symmetric in pairs of classes and in pairs of terms of z, so each pair is computed once.
-    of_pairs = torch.zeros(len(i), len(first), dtype=torch.float64, device=rows.device)
+    of_pairs = torch.zeros(_n_pairs(n_classes), _n_pairs(n_classes + 1), dtype=torch.float64, device=rows.device)
     cross = torch.zeros(n_classes * n_curve, n_classes + 1, dtype=torch.float64, device=rows.device)
     for block in _small_blocks(rows):
         log_probs = rows.log_probs(block)
@@ -58,7 +57,9 @@ def linear_hessian(rows: SplineRows, map: Map, of_curve: Tensor) -> Tensor:
         slopes = torch.cat([x.unsqueeze(1), rows.spline.columns(u)], 1).mul_(weighted.unsqueeze(1))
         slopes.addcmul_(p.unsqueeze(1), slopes.sum(0, keepdim=True), value=-1)
         cross += slopes.reshape(-1, len(block.target)) @ z.T
-        of_pairs += (weighted[i] * ((i == j).unsqueeze(1).to(p.dtype) - p[j])) @ (z[first] * z[second]).T
+        products = _products(z, z).T
+        of_pairs -= _products(p, weighted) @ products
+        of_pairs[of_classes.diagonal()] += weighted @ products
     sums = rows.source.add_up(torch.cat([of_pairs.reshape(-1), cross.reshape(-1)]))
     of_pairs, cross = sums[: of_pairs.numel()].reshape(of_pairs.shape), sums[of_pairs.numel() :]
     size = n_classes * (n_classes + 1)
@@ -86,9 +87,22 @@ def _small_blocks(rows: SplineRows) -> Iterator[MemoryRows]:
             yield part.at(slice(start, start + n))
 
 
-def _pairs(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The pairs i <= j, [2, n (n + 1) / 2], and the index of each pair, [n, n]."""
+def _n_pairs(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+def _pairs(n: int, device: torch.device) -> Tensor:
+    """The index of each pair i <= j, [n, n]: row by row."""
     pairs = torch.triu_indices(n, n, device=device)
     places = torch.empty(n, n, dtype=torch.int64, device=device)
     places[pairs[0], pairs[1]] = places[pairs[1], pairs[0]] = torch.arange(pairs.shape[1], device=device)
-    return pairs, places
+    return places
+
+
+def _products(first: Tensor, second: Tensor) -> Tensor:
+    """[n (n + 1) / 2, k]: row i of ``first`` times row j of ``second``, both [n, k], for each pair i <= j."""
+    n = len(first)
+    found = first.new_empty(_n_pairs(n), first.shape[1])
+    for i, part in enumerate(found.split([*range(n, 0, -1)])):  # indexing with all pairs takes many times as long
+        torch.mul(first[i], second[i:], out=part)
+    return found
