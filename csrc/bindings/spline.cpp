@@ -31,9 +31,16 @@ void check_input(const char* op, const Tensor& input) {
 }
 
 Rows rows_of(const char* op, const Tensor& input, const OptionalTensor& target, const Tensor& weight,
-             double temperature, double floor, bool is_probs) {
-  check_input(op, input);
-  const int64_t n_rows = input.size(0), classes = input.size(1);
+             double temperature, double floor, bool is_probs, bool of_curve = false) {
+  const bool features = of_curve && input.dim() == 3;
+  if (features) {
+    TORCH_CHECK_VALUE(input.is_cpu() && input.scalar_type() == at::kDouble && input.size(0) == 2 && input.size(2) >= 2,
+                      op, ": features must be [2, N, C] float64 on the CPU with C >= 2, got ", input.sizes(), " ",
+                      input.scalar_type(), " on ", input.device());
+  } else {
+    check_input(op, input);
+  }
+  const int64_t n_rows = input.size(-2), classes = input.size(-1);
   check_same_device(op, "weight", weight, input);
   TORCH_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == n_rows, op, ": weight must be [N] = [", n_rows, "], got ",
                     weight.sizes());
@@ -90,15 +97,16 @@ void check_on_cpu(const char* op, const Tensor& input) {
   TORCH_CHECK_VALUE(input.is_cpu(), op, ": input must be on the CPU, got ", input.device());
 }
 
-// (value, gradient [m + 1], Hessian [m + 1, m + 1]) of the sum of weight * -log p_target in (a, f).
+// (value, gradient [m + 1], Hessian [m + 1, m + 1]) of the sum of weight * -log p_target in (a, f). The input is
+// logits or probabilities [N, C], or the result of `features`.
 std::tuple<double, Tensor, Tensor> curve_sums(const Tensor& input, const Tensor& target, const Tensor& weight,
                                               double temperature, double floor, const Tensor& knots,
                                               const Tensor& basis, double slope, const Tensor& values,
                                               const OptionalTensor& of_x, const OptionalTensor& bias,
                                               const OptionalTensor& extra, bool is_probs, bool keep_zeros) {
   const char* op = "spline_curve_sums";
-  const auto fit = fit_of(op, rows_of(op, input, target, weight, temperature, floor, is_probs), knots, basis, slope,
-                          values, of_x, bias, extra, keep_zeros);
+  const auto fit = fit_of(op, rows_of(op, input, target, weight, temperature, floor, is_probs, /*of_curve=*/true),
+                          knots, basis, slope, values, of_x, bias, extra, keep_zeros);
   const int64_t n = knots.numel() + 1;
   const Tensor gradient = at::empty({n}, at::kDouble), hessian = at::empty({n, n}, at::kDouble);
   const double value = fit.curve_sums(gradient, hessian);
@@ -111,12 +119,12 @@ std::tuple<double, Tensor, Tensor, Tensor, OptionalTensor> linear_sums(
     const Tensor& knots, const Tensor& basis, double slope, const Tensor& values, const OptionalTensor& of_x,
     const OptionalTensor& bias, const OptionalTensor& extra, bool is_probs, bool keep_zeros, bool want_slopes) {
   const char* op = "spline_linear_sums";
-  const auto fit = fit_of(op, rows_of(op, input, target, weight, temperature, floor, is_probs), knots, basis, slope,
-                          values, of_x, bias, extra, keep_zeros);
+  const auto fit = fit_of(op, rows_of(op, input, target, weight, temperature, floor, is_probs, /*of_curve=*/true),
+                          knots, basis, slope, values, of_x, bias, extra, keep_zeros);
   OptionalTensor slopes;
-  if (want_slopes) slopes = Interface::empty_doubles(input, input.sizes());
+  if (want_slopes) slopes = Interface::empty_doubles(input, {input.size(-2), input.size(-1)});
   const Tensor gradient = at::empty({knots.numel() + 1}, at::kDouble);
-  const Tensor of_weight = Interface::empty_doubles(input, {input.size(1)}), of_bias = at::empty_like(of_weight);
+  const Tensor of_weight = Interface::empty_doubles(input, {input.size(-1)}), of_bias = at::empty_like(of_weight);
   const double value = fit.linear_sums(gradient, of_weight, of_bias, slopes);
   return {value, gradient, of_weight, of_bias, slopes};
 }
@@ -154,6 +162,16 @@ Tensor log_probs(const Tensor& input, double temperature, double floor, bool is_
   return output;
 }
 
+// [2, N, C] float64: x and u.
+Tensor features(const Tensor& input, double temperature, double floor, bool is_probs) {
+  check_input("spline_features", input);
+  check_on_cpu("spline_features", input);
+  const Rows of(input.contiguous(), std::nullopt, std::nullopt, temperature, floor, is_probs);
+  const Tensor output = at::empty({2, input.size(0), input.size(1)}, at::kDouble);
+  of.features(output);
+  return output;
+}
+
 }  // namespace
 
 void register_spline(pybind11::module_& module) {
@@ -164,6 +182,7 @@ void register_spline(pybind11::module_& module) {
   module.def("spline_histogram", &histogram, release());
   module.def("spline_spread", &spread, release());
   module.def("spline_log_probs", &log_probs, release());
+  module.def("spline_features", &features, release());
 }
 
 }  // namespace focalkern::bindings

@@ -7,6 +7,17 @@
 
 namespace focalkern::bindings {
 
+// The rows of a fit: logits or probabilities [N, C], or on the CPU their features [2, N, C] float64.
+template <typename Torch>
+SplineInput spline_fit_input(const typename Torch::Tensor& input, double temperature, double floor, bool is_probs) {
+  SplineInput rows = spline_input<Torch>(input, temperature, floor, is_probs);
+  if (input.dim() == 3) {
+    rows.storage = SplineStorage::kFeatures;
+    rows.rows /= 2;
+  }
+  return rows;
+}
+
 // Checked rows of a calibrator: contiguous, on one device, all but input and target in float64. Results lie on the CPU
 // where nothing else is said.
 template <typename Torch>
@@ -16,7 +27,10 @@ struct SplineFitRows {
 
   SplineFitRows(const Tensor& input, const OptionalTensor& target, const OptionalTensor& weight, double temperature,
                 double floor, bool is_probs)
-      : input(input), target(target), weight(weight), rows(spline_input<Torch>(input, temperature, floor, is_probs)) {
+      : input(input),
+        target(target),
+        weight(weight),
+        rows(spline_fit_input<Torch>(input, temperature, floor, is_probs)) {
     if (target.has_value()) {
       targets = {static_cast<const int64_t*>(target->const_data_ptr()), const_doubles_of(weight)};
     }
@@ -83,6 +97,15 @@ struct SplineFitRows {
     });
   }
 
+  // x and u [2, N, C] float64. On the CPU only.
+  void features(const Tensor& output) const {
+    double* const to = doubles_of(output);
+    for_each_spline_chunk<Torch>(rows, [&](int64_t /*chunk*/, int64_t begin, int64_t end) {
+      double* const x = to + begin * rows.classes;
+      cpu::spline_log_probs(rows, x, begin, end, x + rows.rows * rows.classes);
+    });
+  }
+
   Tensor input;
   OptionalTensor target, weight;
   SplineInput rows;
@@ -105,7 +128,8 @@ struct SplineFitRun {
         basis(basis),
         vectors{of_x, bias, extra},
         curve{knots.numel(), const_doubles_of(knots), const_doubles_of(coefficients)},
-        scores{1 + slope, const_doubles_of(of_x), const_doubles_of(bias), const_doubles_of(extra), keep_zeros} {}
+        scores{1 + slope, const_doubles_of(of_x), const_doubles_of(bias), const_doubles_of(extra),
+               keep_zeros && this->of.rows.storage != SplineStorage::kFeatures} {}
 
   // Fills the gradient [m + 1] and the Hessian [m + 1, m + 1] of the sum of weight * -log p_target in (a, f); returns
   // the value.

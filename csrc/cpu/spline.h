@@ -30,8 +30,9 @@ struct SplineMapGradient {
 
 void spline_map_backward(const SplineMapBackward& args, int64_t row_begin, int64_t row_end, SplineMapGradient& sums);
 
-// Computes x of the rows and writes it to `output` [row_end - row_begin, classes].
-void spline_log_probs(const SplineInput& rows, double* output, int64_t row_begin, int64_t row_end);
+// Computes x of the rows and writes it to `output` [row_end - row_begin, classes]; and u to `odds`, if given.
+void spline_log_probs(const SplineInput& rows, double* output, int64_t row_begin, int64_t row_end,
+                      double* odds = nullptr);
 
 // ---- sums for the fit ----------------------------------------------------------------------------------------------
 

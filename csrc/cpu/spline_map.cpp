@@ -351,12 +351,13 @@ void spline_map_backward(const SplineMapBackward& args, int64_t row_begin, int64
   }
 }
 
-void spline_log_probs(const SplineInput& rows, double* output, int64_t row_begin, int64_t row_end) {
+void spline_log_probs(const SplineInput& rows, double* output, int64_t row_begin, int64_t row_end, double* odds) {
   SplineScratch scratch(rows.classes, /*arrays=*/4);
   for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
     const auto t = scratch.tile(std::min(scratch.rows(), row_end - row));
     features_of_rows(rows, row, t);
     write_tile(t, t.x, output, SplineStorage::kDouble, row - row_begin);
+    if (odds) write_tile(t, t.u, odds, SplineStorage::kDouble, row - row_begin);
   }
 }
 

@@ -365,7 +365,14 @@ inline void features_of_exponents(const SplineInput& args, const SplineTile& t) 
   log_odds(t, kept_bits_of(args));
 }
 
+// Reads or computes x and u. Only computed features come with d, e and the numbers that the classes of a row share.
 inline void features_of_rows(const SplineInput& args, int64_t row, const SplineTile& t) {
+  if (args.storage == SplineStorage::kFeatures) {
+    const double* x = static_cast<const double*>(args.input) + row * args.classes;
+    read_tile<double>(t, x, t.x, /*padding=*/0);
+    read_tile<double>(t, x + args.rows * args.classes, t.u, /*padding=*/0);
+    return;
+  }
   read_logits(args, row, t);
   largest_of_rows(t, t.d, t.top);
   exponents_of_logits(args, t, /*grid=*/0);

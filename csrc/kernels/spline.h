@@ -10,11 +10,11 @@ namespace focalkern {
 constexpr int64_t kSplineMaxKnots = 255;    // for the map
 constexpr int64_t kSplineMaxFitKnots = 15;  // for the sums
 
-enum class SplineStorage : int32_t { kHalf, kBFloat16, kFloat, kDouble };
+enum class SplineStorage : int32_t { kHalf, kBFloat16, kFloat, kDouble, kFeatures };
 
 // Rows and the features x and u of their classes.
 struct SplineInput {
-  const void* input;  // [rows, classes]
+  const void* input;  // [rows, classes]; for kFeatures [2, rows, classes] double, x and u; on the CPU, for sums
   SplineStorage storage;
   bool is_probs;
   int64_t rows;

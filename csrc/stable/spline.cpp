@@ -71,6 +71,10 @@ void log_probs(const Tensor& input, const Tensor& output, double temperature, do
   Rows(input, std::nullopt, std::nullopt, temperature, floor, is_probs).log_probs(output);
 }
 
+void features(const Tensor& input, const Tensor& output, double temperature, double floor, bool is_probs) {
+  Rows(input, std::nullopt, std::nullopt, temperature, floor, is_probs).features(output);
+}
+
 FK_KERNELS_FRAGMENT(m) {
   m.def(
       "spline_map_forward_out(Tensor input, Tensor parameters, Tensor knots, Tensor coefficients, Tensor? weight, "
@@ -96,6 +100,7 @@ FK_KERNELS_FRAGMENT(m) {
       "is_probs) -> ()");
   m.def("spline_spread(Tensor input, Tensor weight, float scale, float lowest, bool is_probs) -> float");
   m.def("spline_log_probs_out(Tensor input, Tensor(a!) output, float temperature, float floor, bool is_probs) -> ()");
+  m.def("spline_features_out(Tensor input, Tensor(a!) output, float temperature, float floor, bool is_probs) -> ()");
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
@@ -111,6 +116,7 @@ FK_KERNELS_IMPL_ALL(implement)
 FK_KERNELS_IMPL(CPU, m) {
   m.impl("spline_histogram_out", TORCH_BOX(&histogram));
   m.impl("spline_spread", TORCH_BOX(&spread));
+  m.impl("spline_features_out", TORCH_BOX(&features));
 }
 
 }  // namespace

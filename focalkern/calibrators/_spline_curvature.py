@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators._row_source import MemoryRows
-from focalkern.calibrators._spline_features import log_odds
 from focalkern.calibrators._spline_fit import Map, arguments, strengths
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.ops.spline_sums import spline_sums_for
@@ -48,10 +47,10 @@ def linear_hessian(rows: SplineRows, map: Map, of_curve: Tensor) -> Tensor:
     of_pairs = torch.zeros(_n_pairs(n_classes), _n_pairs(n_classes + 1), dtype=torch.float64, device=rows.device)
     cross = torch.zeros(n_classes * n_curve, n_classes + 1, dtype=torch.float64, device=rows.device)
     for block in _small_blocks(rows):
-        log_probs = rows.log_probs(block)
-        p = softmax_of(rows, block, map, log_probs).T.contiguous()
+        of_rows, odds = rows.features(block)
+        p = softmax_of(rows, block, map, of_rows).T.contiguous()
         weighted = p * (block.weight / rows.weight_sum)
-        x, u = log_probs.T.contiguous(), log_odds(log_probs.exp(), log_probs).T.contiguous()
+        x, u = of_rows.T.contiguous(), odds.T.contiguous()
         z = torch.cat([x, torch.ones_like(x[:1])])
         # [C, m + 1, n]: w p F, then w p E.
         slopes = torch.cat([x.unsqueeze(1), rows.spline.columns(u)], 1).mul_(weighted.unsqueeze(1))
@@ -82,9 +81,10 @@ def of_vector(n_curve: int, n_classes: int) -> Tensor:
 
 def _small_blocks(rows: SplineRows) -> Iterator[MemoryRows]:
     n = max(1, _BLOCK // rows.n_classes)
-    for part in rows.source.parts():
-        for start in range(0, len(part.target), n):
-            yield part.at(slice(start, start + n))
+    for part in rows.parts():
+        columns = (part.input.split(n, -2), part.target.split(n), part.weight.split(n))
+        for input, target, weight in zip(*columns, strict=True):
+            yield replace(part, input=input.contiguous(), target=target, weight=weight)
 
 
 def _n_pairs(n: int) -> int:

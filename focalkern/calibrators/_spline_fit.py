@@ -124,7 +124,7 @@ def parts_of(
 ) -> Iterator[tuple[MemoryRows, Tensor | None, Tensor | None]]:
     """Blocks (rows, x, D x) for a matrix; otherwise the parts of the source as (rows, None, None)."""
     if map.weight is None or map.weight.dim() == 1:
-        for part in rows.source.parts():
+        for part in rows.parts():
             yield part, None, None
     else:
         transposed = map.weight.T.contiguous()  # x @ transposed takes two thirds of the time of x @ weight.T
@@ -133,7 +133,7 @@ def parts_of(
 
 
 def _blocks_of(rows: SplineRows) -> Iterator[Block]:
-    return ((block, rows.log_probs(block)) for part in rows.source.parts() for block in part.blocks())
+    return ((block, rows.log_probs(block)) for block in rows.blocks())
 
 
 def blocks_in_memory(rows: SplineRows) -> Sequence[Block] | None:

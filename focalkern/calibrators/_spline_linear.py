@@ -158,14 +158,13 @@ def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
     shape = (n_classes,) if kind == "vector" else (n_classes, n_classes)
     curvature = torch.zeros(shape, dtype=torch.float64, device=device)
     of_one = torch.zeros(n_classes, dtype=torch.float64, device=device)
-    for part in rows.source.parts():
-        for block in part.blocks():
-            x = rows.log_probs(block)
-            p = softmax_of(rows, block, map, x)
-            p = p * (1 - p) * (block.weight / rows.weight_sum).unsqueeze(1)
-            of_one += p.sum(0)
-            square = x.square()
-            curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
+    for block in rows.blocks():
+        x = rows.log_probs(block)
+        p = softmax_of(rows, block, map, x)
+        p = p * (1 - p) * (block.weight / rows.weight_sum).unsqueeze(1)
+        of_one += p.sum(0)
+        square = x.square()
+        curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
     curvature, of_one = rows.source.add_up(curvature), rows.source.add_up(of_one)
     of_weight, of_bias = strengths(rows, curvature)
     others = torch.cat([(curvature + 2 * of_weight).reshape(-1), of_one + 2 * of_bias]).rsqrt()

@@ -1,17 +1,19 @@
 """Rows for the fits of spline scaling, with their features: temperature, floor and knots, shared by all folds."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._row_source import MemoryRows, RowSource
+from focalkern.calibrators._row_source import BLOCK, MemoryRows, RowSource
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_features import (
     find_knots,
     floor_of,
     histogram,
+    log_odds,
     logit_scale,
     masks_zeros,
     robust_temperature,
@@ -34,6 +36,8 @@ class SplineRows:
         spline: the knots.
         penalty: the quadratic form of the penalty of (a, f), [m + 1, m + 1].
         factor: factor for all penalties.
+        kept: [2, n, C] float64 features x and u of all rows, so that the sums do not compute them again; None if the
+            rows are not in memory on the CPU, if they fill more than a block, or if a class is impossible.
     """
 
     source: RowSource
@@ -44,6 +48,7 @@ class SplineRows:
     spline: NaturalSpline
     penalty: Tensor
     factor: float
+    kept: Tensor | None = None
 
     @classmethod
     def of(cls, source: RowSource, input_kind: str, penalty: float = 1.0, temperature: float | None = None) -> Self:
@@ -62,7 +67,8 @@ class SplineRows:
         temperature = min(temperature, 2 * scale * max(1.0, spread(source, input_kind, scale)))
         spline = NaturalSpline(find_knots(histogram(source, input_kind, temperature, floor)))
         impossible = masks_zeros(source, input_kind)
-        return cls(source, input_kind, temperature, floor, impossible, spline, spline.penalty(), float(penalty))
+        rows = cls(source, input_kind, temperature, floor, impossible, spline, spline.penalty(), float(penalty))
+        return rows.on(source)
 
     @property
     def n_classes(self) -> int:
@@ -76,12 +82,35 @@ class SplineRows:
     def device(self) -> torch.device:
         return self.source.device
 
-    def on(self, source: RowSource) -> "SplineRows":
-        """Other rows with the same features."""
-        return replace(self, source=source)
+    def on(self, source: RowSource) -> Self:
+        """Other rows with the same temperature, floor and knots."""
+        kept = None
+        if isinstance(source, MemoryRows) and source.device.type == "cpu" and 0 < source.input.numel() <= BLOCK:
+            input = source.input
+            if not (self.masks and float(input.min()) == -torch.inf):
+                is_probs = self.input_kind == "probs"
+                kept = spline_sums_for(input).spline_features(input, self.temperature, self.floor, is_probs)
+        return replace(self, source=source, kept=kept)
+
+    def parts(self) -> Iterator[MemoryRows]:
+        """The parts of the source for sums: kept features [2, n, C] take the place of the input."""
+        for part in self.source.parts():
+            yield part if self.kept is None else replace(part, input=self.kept)
+
+    def blocks(self) -> Iterator[MemoryRows]:
+        """The rows of :meth:`parts` in blocks."""
+        for part in self.parts():
+            yield from (part,) if self.kept is not None else part.blocks()
+
+    def features(self, part: MemoryRows) -> tuple[Tensor, Tensor]:
+        """x and u [n, C] float64 of a part or block."""
+        x = self.log_probs(part)
+        return x, log_odds(x.exp(), x) if self.kept is None else part.input[1]
 
     def log_probs(self, part: MemoryRows) -> Tensor:
-        """x [n, C] float64."""
+        """x [n, C] float64 of a part or block."""
+        if self.kept is not None:
+            return part.input[0]
         is_probs = self.input_kind == "probs"
         found: Tensor = spline_sums_for(part.input).spline_log_probs(part.input, self.temperature, self.floor, is_probs)
         return found

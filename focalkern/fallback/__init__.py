@@ -18,6 +18,7 @@ from focalkern.fallback.sigmoid_loss import sigmoid_loss
 from focalkern.fallback.spline_map import spline_map
 from focalkern.fallback.spline_sums import (
     spline_curve_sums,
+    spline_features,
     spline_histogram,
     spline_linear_sums,
     spline_log_probs,
@@ -42,6 +43,7 @@ __all__ = [
     "row_sums",
     "sigmoid_loss",
     "spline_curve_sums",
+    "spline_features",
     "spline_histogram",
     "spline_linear_sums",
     "spline_log_probs",

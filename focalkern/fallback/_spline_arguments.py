@@ -65,10 +65,18 @@ def check_input(op: str, input: Tensor) -> None:
         raise ValueError(f"{op}: input must be [N, C] with C >= 2, got {list(input.shape)}")
 
 
-def check_rows(op: str, input: Tensor, target: Tensor | None, weight: Tensor) -> None:
-    """Rows of a sum: input [N, C], target [N] int64 and weight [N], on one device."""
-    check_input(op, input)
-    n_rows, n_classes = input.shape
+def check_rows(op: str, input: Tensor, target: Tensor | None, weight: Tensor, *, of_curve: bool = False) -> None:
+    """Rows of a sum: input [N, C], target [N] int64 and weight [N], on one device.
+
+    ``of_curve`` permits features [2, N, C] as the input.
+    """
+    if of_curve and input.dim() == 3:
+        if not input.is_cpu or input.dtype != torch.float64 or input.shape[0] != 2 or input.shape[2] < 2:
+            found = f"{list(input.shape)} {scalar_name(input.dtype)} on {input.device}"
+            raise ValueError(f"{op}: features must be [2, N, C] float64 on the CPU with C >= 2, got {found}")
+    else:
+        check_input(op, input)
+    n_rows, n_classes = input.shape[-2:]
     check_same_device(op, "weight", weight, input)
     if weight.shape != (n_rows,):
         raise ValueError(f"{op}: weight must be [N] = [{n_rows}], got {list(weight.shape)}")
@@ -101,6 +109,7 @@ def check_curve(
         raise ValueError(f"{op}: basis must be [m + 1, 4, m], got {list(basis.shape)}")
     if values.shape != (m,):
         raise ValueError(f"{op}: values must be [m] = [{m}], got {list(values.shape)}")
-    for tensor, numbers in ((of_x, input.shape[1]), (bias, input.shape[1]), (extra, input.numel())):
+    n_rows, n_classes = input.shape[-2:]
+    for tensor, numbers in ((of_x, n_classes), (bias, n_classes), (extra, n_rows * n_classes)):
         if tensor is not None and tensor.numel() != numbers:
             raise ValueError(f"{op}: vectors must be [C] and extra scores [N, C], got {list(tensor.shape)}")

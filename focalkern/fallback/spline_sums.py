@@ -4,6 +4,7 @@ Names, arguments and results are those of the compiled module:
 
 * ``input`` [N, C], logits or probabilities, with ``temperature`` T and ``floor`` e; ``target`` [N] int64;
   ``weight`` [N];
+* ``input`` of the sums in the curve may also be the features [2, N, C] float64 of rows without impossible classes;
 * the curve: ``knots`` [m], ``basis`` [m + 1, 4, m] (the coefficients of the spline that is 1 at one knot and 0 at the
   others), ``slope`` a and ``values`` [m]; they, and derivatives in them, are on the CPU;
 * ``of_x``, ``bias``: v and b [C], or None; ``extra``: [N, C], added to the scores, or None;
@@ -19,6 +20,7 @@ from focalkern.fallback._spline_arguments import check_curve, check_input, check
 
 __all__ = [
     "spline_curve_sums",
+    "spline_features",
     "spline_histogram",
     "spline_linear_sums",
     "spline_log_probs",
@@ -92,6 +94,13 @@ def spline_log_probs(input: Tensor, temperature: float, floor: float, is_probs: 
     return torch.cat([_features(block, temperature, floor, is_probs)[0] for (block,) in _blocks(input)])
 
 
+def spline_features(input: Tensor, temperature: float, floor: float, is_probs: bool) -> Tensor:
+    """[2, N, C]: the floored log-probabilities x and their log-odds u. On the CPU only."""
+    check_input("spline_features", input)
+    blocks = [torch.stack(_features(block, temperature, floor, is_probs)) for (block,) in _blocks(input)]
+    return torch.cat(blocks, 1)
+
+
 def spline_curve_sums(
     input: Tensor,
     target: Tensor,
@@ -116,7 +125,7 @@ def spline_curve_sums(
     entries.
     """
     op = "spline_curve_sums"
-    check_rows(op, input, target, weight)
+    check_rows(op, input, target, weight, of_curve=True)
     check_curve(op, input, knots, basis, values, of_x, bias, extra)
     device, m = input.device, len(knots)
     pieces, of_entries = m + 1, basis.to(device)
@@ -124,7 +133,7 @@ def spline_curve_sums(
     nll = 0.0
     gradient = torch.zeros(m + 1, dtype=torch.float64)
     hessian = torch.zeros(m + 1, m + 1, dtype=torch.float64)
-    for block, labels, w, *added in _blocks(input, target.unsqueeze(1), weight, *_given(extra)):
+    for block, labels, w, *added in _blocks(_by_row(input), target.unsqueeze(1), weight, *_given(extra)):
         x, u = _features(block, temperature, floor, is_probs)
         piece, s = _located(u, knots.to(device))
         scores = _plus((1 + slope) * x + _curve(basis @ values, piece, s), x, of_x, bias, *added)
@@ -179,15 +188,15 @@ def spline_linear_sums(
     With ``want_slopes`` also the gradient in the scores [N, C], else None.
     """
     op = "spline_linear_sums"
-    check_rows(op, input, target, weight)
+    check_rows(op, input, target, weight, of_curve=True)
     check_curve(op, input, knots, basis, values, of_x, bias, extra)
     device, pieces = input.device, len(knots) + 1
     nll, sum_of_x = 0.0, 0.0
     moments = torch.zeros(pieces, 4, dtype=torch.float64, device=device)
-    of_weight = torch.zeros(input.shape[1], dtype=torch.float64, device=device)
+    of_weight = torch.zeros(input.shape[-1], dtype=torch.float64, device=device)
     of_bias = torch.zeros_like(of_weight)
     slopes = []
-    for block, labels, w, *added in _blocks(input, target.unsqueeze(1), weight, *_given(extra)):
+    for block, labels, w, *added in _blocks(_by_row(input), target.unsqueeze(1), weight, *_given(extra)):
         x, u = _features(block, temperature, floor, is_probs)
         piece, s = _located(u, knots.to(device))
         scores = _plus((1 + slope) * x + _curve(basis @ values, piece, s), x, of_x, bias, *added)
@@ -218,8 +227,13 @@ def _given(column: Tensor | None) -> tuple[Tensor, ...]:
 
 def _blocks(input: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Blocks of rows of the input [N, C] and the columns [N, ...], about :data:`_BLOCK` logits each."""
-    rows = max(1, _BLOCK // input.shape[1])
+    rows = max(1, _BLOCK // input.shape[-1])
     return zip(input.split(rows), *(column.split(rows) for column in columns), strict=True)
+
+
+def _by_row(input: Tensor) -> Tensor:
+    """Features as [N, 2, C]; other input unchanged."""
+    return input.transpose(0, 1) if input.dim() == 3 else input
 
 
 def _logits(input: Tensor, is_probs: bool) -> Tensor:
@@ -229,6 +243,9 @@ def _logits(input: Tensor, is_probs: bool) -> Tensor:
 
 def _features(input: Tensor, temperature: float, floor: float, is_probs: bool) -> tuple[Tensor, Tensor]:
     """x and u [n, C]: floored log-probabilities and their log-odds."""
+    if input.dim() == 3:
+        x, u = input.unbind(1)
+        return x, u
     probs = (_logits(input, is_probs) / temperature).softmax(-1) * (1 - floor) + floor / input.shape[-1]
     x = probs.log()
     large = probs > _LARGE
@@ -260,4 +277,6 @@ def _plus(scores: Tensor, x: Tensor, of_x: Tensor | None, *terms: Tensor | None)
 
 
 def _masked(scores: Tensor, input: Tensor, is_probs: bool, keep_zeros: bool) -> Tensor:
-    return scores.masked_fill_(input == (0 if is_probs else -torch.inf), -torch.inf) if keep_zeros else scores
+    if not keep_zeros or input.dim() == 3:
+        return scores
+    return scores.masked_fill_(input == (0 if is_probs else -torch.inf), -torch.inf)

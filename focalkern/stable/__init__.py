@@ -17,6 +17,7 @@ from focalkern.stable.sigmoid_loss import sigmoid_loss
 from focalkern.stable.spline_map import spline_map
 from focalkern.stable.spline_sums import (
     spline_curve_sums,
+    spline_features,
     spline_histogram,
     spline_linear_sums,
     spline_log_probs,
@@ -41,6 +42,7 @@ __all__ = [
     "row_sums",
     "sigmoid_loss",
     "spline_curve_sums",
+    "spline_features",
     "spline_histogram",
     "spline_linear_sums",
     "spline_log_probs",

@@ -12,6 +12,7 @@ from focalkern.fallback.spline_sums import spline_spread as plain_spread
 
 __all__ = [
     "spline_curve_sums",
+    "spline_features",
     "spline_histogram",
     "spline_linear_sums",
     "spline_log_probs",
@@ -57,6 +58,13 @@ def spline_log_probs(input: Tensor, temperature: float, floor: float, is_probs: 
     return output
 
 
+def spline_features(input: Tensor, temperature: float, floor: float, is_probs: bool) -> Tensor:
+    check_input("spline_features", input)
+    output = torch.empty(2, *input.shape, dtype=_WIDE, device="cpu")
+    _kernels.spline_features_out(input.contiguous(), output, temperature, floor, is_probs)
+    return output
+
+
 def spline_curve_sums(
     input: Tensor,
     target: Tensor,
@@ -74,7 +82,7 @@ def spline_curve_sums(
     keep_zeros: bool,
 ) -> tuple[float, Tensor, Tensor]:
     op, n = "spline_curve_sums", knots.numel() + 1
-    rows = _rows(op, input, target, weight)
+    rows = _rows(op, input, target, weight, of_curve=True)
     curve = _curve(op, input, knots, basis, values, of_x, bias, extra)
     gradient, hessian = torch.empty(n, dtype=_WIDE, device="cpu"), torch.empty(n, n, dtype=_WIDE, device="cpu")
     settings = (temperature, floor, slope, is_probs, keep_zeros)
@@ -100,11 +108,11 @@ def spline_linear_sums(
     want_slopes: bool,
 ) -> tuple[float, Tensor, Tensor, Tensor, Tensor | None]:
     op = "spline_linear_sums"
-    rows = _rows(op, input, target, weight)
+    rows = _rows(op, input, target, weight, of_curve=True)
     curve = _curve(op, input, knots, basis, values, of_x, bias, extra)
     gradient = torch.empty(knots.numel() + 1, dtype=_WIDE, device="cpu")
-    of_weight, of_bias = (input.new_empty(input.shape[1], dtype=_WIDE) for _ in range(2))
-    slopes = input.new_empty(input.shape, dtype=_WIDE) if want_slopes else None
+    of_weight, of_bias = (input.new_empty(input.shape[-1], dtype=_WIDE) for _ in range(2))
+    slopes = input.new_empty(input.shape[-2:], dtype=_WIDE) if want_slopes else None
     settings = (temperature, floor, slope, is_probs, keep_zeros)
     sums = (gradient, of_weight, of_bias, slopes)
     value: float = _kernels.spline_linear_sums_out(*rows, *curve, *sums, *settings)
@@ -115,9 +123,11 @@ def _wide(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, _WIDE).contiguous()
 
 
-def _rows(op: str, input: Tensor, target: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _rows(
+    op: str, input: Tensor, target: Tensor | None, weight: Tensor, *, of_curve: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Input, target and weight as the kernels take them."""
-    check_rows(op, input, target, weight)
+    check_rows(op, input, target, weight, of_curve=of_curve)
     target = None if target is None else target.contiguous()
     return input.contiguous(), target, _wide(weight, input.device)
 

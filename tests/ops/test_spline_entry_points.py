@@ -75,6 +75,7 @@ SUMS = {
     "spline_histogram": lambda z, w: KERNELS.spline_histogram(z, w, 1.0, 1e-3, False),
     "spline_spread": lambda z, w: KERNELS.spline_spread(z, w, 1.0, 10.0, False),
     "spline_log_probs": lambda z, w: KERNELS.spline_log_probs(z, 1.0, 1e-3, False),
+    "spline_features": lambda z, w: KERNELS.spline_features(z, 1.0, 1e-3, False),
 }
 
 
@@ -85,7 +86,7 @@ def test_rows_of_a_fit(op):
             SUMS[op](wrong, WEIGHT)
     with pytest.raises(TypeError, match=rf"^{op}: input must be a dense \(strided\) tensor, got layout Sparse"):
         SUMS[op](Z.to_sparse(), WEIGHT)
-    if op != "spline_log_probs":
+    if op not in ("spline_log_probs", "spline_features"):
         with pytest.raises(TypeError, match=rf"^{op}: weight must be a dense \(strided\) tensor, got layout Sparse"):
             SUMS[op](Z, WEIGHT.to_sparse())
         with pytest.raises(ValueError, match=f"^{op}: weight must be on the device of input, cpu, got meta"):

@@ -77,7 +77,7 @@ def close(ours, theirs, rtol=1e-11):
 
 def sums(module, z, target, weight, m=10, kind="scalar", is_probs=False, keep_zeros=False):
     """Results of both functions, in one list."""
-    n_rows, n_classes = z.shape
+    n_rows, n_classes = z.shape[-2:]
     random = torch.Generator().manual_seed(1)
     vector, bias = torch.randn(2, n_classes, dtype=torch.float64, generator=random) * 0.1
     extra = torch.randn(n_rows, n_classes, dtype=torch.float64, generator=random) * 0.1
@@ -129,6 +129,20 @@ def test_features_are_those_of_the_fallback(device, n_classes, input_kind):
             assert ((ours - theirs).abs() > 1e-9).sum() <= 2
         else:
             close(ours, theirs)
+
+
+@pytest.mark.parametrize("module", [KERNELS, fallback], ids=["kernels", "fallback"])
+@pytest.mark.parametrize("n_classes", N_CLASSES)
+def test_sums_of_features_are_those_of_their_rows(n_classes, module):
+    z, target, weight = problem(90 if n_classes < 1000 else 7, n_classes, torch.float32)
+    z = z.clamp(min=-50)  # no impossible classes
+    features = module.spline_features(z, 1.3, 1e-4, False)
+    close(features, fallback.spline_features(z, 1.3, 1e-4, False))
+    assert torch.equal(features[0], module.spline_log_probs(z, 1.3, 1e-4, False))
+    for kind in ("scalar", "vector", "matrix"):
+        ours, theirs = (sums(module, input, target, weight, kind=kind, keep_zeros=True) for input in (features, z))
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize("n_classes", [3, 60])
@@ -207,6 +221,12 @@ def test_arguments_that_do_not_fit(module):
         (z[0], target, weight, 1.0, 1e-3, *curve(4)): r"input must be \[N, C\]",
         (z, target[:3], weight, 1.0, 1e-3, *curve(4)): r"target must be \[N\] = \[9\] int64",
         (z, target, weight[:3], 1.0, 1e-3, *curve(4)): r"weight must be \[N\] = \[9\]",
+        (
+            z.expand(3, 9, 4),
+            *rows[1:],
+            *curve(4),
+        ): r"features must be \[2, N, C\] float64 on the CPU with C >= 2, got \[3, 9",
+        (z.float().expand(2, 9, 4), *rows[1:], *curve(4)): r"features must be .* got \[2, 9, 4\] (Float|torch.float32)",
         (*rows, *curve(16)): r"knots must be \[m\] with m from 2 to 15",
     }.items():
         with pytest.raises(ValueError, match=message):
