@@ -1,5 +1,6 @@
 """Fits of the slopes, intercepts and matrices of spline scaling: preconditioned L-BFGS."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,12 +52,17 @@ class LinearObjective:
 
     def __init__(self, rows: SplineRows, like: Map) -> None:
         assert like.weight is not None
-        self._rows, self._shape, device = rows, like.weight.shape, rows.device
+        self._rows, self._shape = rows, like.weight.shape
         self._sizes = [len(like.curve), like.weight.numel(), rows.n_classes]
         self._blocks = None if like.weight.dim() == 1 else blocks_in_memory(rows)
-        of_weight, of_bias = strengths(rows, like.weight)
-        self._of_curve = (rows.factor / rows.weight_sum * rows.penalty).to(device)
-        self._of_others = torch.nn.functional.pad(of_weight.reshape(-1), (0, rows.n_classes), value=of_bias)
+
+    @functools.cached_property
+    def _penalty(self) -> tuple[Tensor, Tensor]:
+        """The quadratic form of the penalty of J / W in the curve, and its factors of the other squares."""
+        rows = self._rows
+        of_weight, of_bias = strengths(rows, torch.empty(self._shape, dtype=torch.float64, device=rows.device))
+        others = torch.nn.functional.pad(of_weight.reshape(-1), (0, rows.n_classes), value=of_bias)
+        return (rows.factor / rows.weight_sum * rows.penalty).to(rows.device), others
 
     def point(self, map: Map) -> Tensor:
         assert map.weight is not None and map.bias is not None
@@ -72,19 +78,20 @@ class LinearObjective:
     def sums(self, point: Tensor) -> Tensor:
         """The summed loss without penalties and its gradient, as one tensor."""
         rows, map, vector = self._rows, self.map(point), len(self._shape) == 1
-        sums = torch.zeros(1 + len(point), dtype=torch.float64, device=rows.device)
+        nll, gradient = 0.0, torch.zeros_like(point)
         for part, x, extra in parts_of(rows, map, self._blocks):
             sums_of = spline_sums_for(part.input).spline_linear_sums
             value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), not vector)
             of_linear = of_classes if x is None else (slopes.T @ x).reshape(-1)
-            sums[0] += value
-            sums[1:] += torch.cat([of_curve.to(rows.device), of_linear, of_one])
-        return rows.source.add_up(sums)
+            nll += value
+            gradient += torch.cat([of_curve.to(rows.device), of_linear, of_one])
+        return rows.source.add_up(torch.cat([point.new_tensor([nll]), gradient]))
 
     def of_sums(self, point: Tensor, sums: Tensor) -> tuple[float, Tensor]:
         """Value and gradient from :meth:`sums` at a point."""
-        sums, n_curve = sums / self._rows.weight_sum, len(self._of_curve)
-        pull = torch.cat([self._of_curve @ point[:n_curve], self._of_others * point[n_curve:]])
+        sums, n_curve = sums / self._rows.weight_sum, self._sizes[0]
+        of_curve, of_others = self._penalty
+        pull = torch.cat([of_curve @ point[:n_curve], of_others * point[n_curve:]])
         return float(sums[0] + point @ pull), torch.add(sums[1:], pull, alpha=2)
 
 
