@@ -69,6 +69,8 @@ def _gpu() -> str:
 
 
 def _words(value: object) -> str:
+    if isinstance(value, dict):
+        value = [f"{key}: {word}" for key, word in value.items()]
     return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 

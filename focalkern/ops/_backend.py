@@ -283,15 +283,15 @@ def build_info() -> dict[str, Any]:
         * ``cuda``: the CUDA release of the kernels, str; None without CUDA kernels;
         * ``arch_list``: the GPU architectures, as in TORCH_CUDA_ARCH_LIST;
         * ``cpu_kernels`` and ``cuda_kernels``: names of the operators for which torch's dispatcher has kernels;
-        * ``torch_compile``: the devices of this machine on which plain torch is used and torch.compile compiles its
-          losses. Other devices without kernels use plain torch, not compiled.
+        * ``devices``: for each type of device of this machine, what computes the losses: ``"kernels"``,
+          ``"torch.compile"`` (plain torch, compiled) or ``"plain torch"``.
 
     Example:
         >>> info = fk.build_info()
         >>> info["kernels"] in ("compiled", "stable", "plain torch")
         True
         >>> sorted(info)
-        ['arch_list', 'cpu_kernels', 'cuda', 'cuda_kernels', 'kernels', 'torch', 'torch_compile', 'why']
+        ['arch_list', 'cpu_kernels', 'cuda', 'cuda_kernels', 'devices', 'kernels', 'torch', 'why']
     """
     kernels = {
         f"{key.lower()}_kernels": sorted(
@@ -308,11 +308,15 @@ def build_info() -> dict[str, Any]:
         "cuda": _CUDA,
         "arch_list": _built_for.ARCH_LIST if _built_for and _CUDA else [],
         **kernels,
-        "torch_compile": [device for device in ("cpu", *_GPUS, "mps") if _compiles_on(device)],
+        "devices": {device: _code_of(device) for device in ("cpu", *_GPUS, "mps") if _is_here(device)},
     }
 
 
-def _compiles_on(device_type: str) -> bool:
-    if not fallback.compiles_on(device_type):
-        return False
+def _code_of(device_type: str) -> str:
+    if fallback.compiles_on(device_type):
+        return "torch.compile"
+    return "kernels" if device_type in _DEVICES else "plain torch"
+
+
+def _is_here(device_type: str) -> bool:
     return device_type == "cpu" or bool(torch.get_device_module(device_type).is_available())
