@@ -1,77 +1,37 @@
-"""A DETR criterion: match queries to boxes, and train the score of each match to be its overlap.
+"""The classification loss of a DETR: the score of a matched query learns the overlap of its box.
 
-    python examples/detr_criterion.py --loss varifocal
+    python examples/detr_criterion.py
 
-Copy `criterion`: the loss takes a class and an overlap for each query, without a dense target. The data are synthetic:
-the network gets noisy boxes and classes, and predicts both.
+Copy `loss_of_classes`: it takes what a matcher returns, and needs no dense target. `fk.matchability_loss` (DEIM) and
+`fk.ia_bce_loss` (LW-DETR, RF-DETR) take the same target. In the toy data a picture has one box, which is a width.
 """
-
-import argparse
 
 import torch
 from torch import nn
 
 import focalkern as fk
 
-CLASSES, QUERIES, OBJECTS = 6, 12, 3
-LOSSES = {
-    "varifocal": fk.VarifocalLoss(reduction="sum", detach_modulation=True),  # RT-DETR, D-FINE
-    "matchability": fk.MatchabilityLoss(reduction="sum"),  # DEIM
-    "ia-bce": fk.IABCELoss(reduction="sum"),  # LW-DETR, RF-DETR
-}
+
+def loss_of_classes(logits, overlaps, classes, matches, n_boxes):
+    """logits [B, Q, C], overlaps [B, Q]; for each picture the classes of its objects and matched (queries, objects)."""
+    labels = torch.full(overlaps.shape, logits.shape[2])  # C is the background
+    for row, (queries, objects) in enumerate(matches):
+        labels[row, queries] = classes[row][objects]
+    target = labels.flatten(), overlaps.detach().flatten()
+    return fk.varifocal_loss(logits.flatten(0, 1), target, reduction="sum", detach_modulation=True) / n_boxes
 
 
-def overlap(a, b):
-    """IoU of boxes (center, size) along the leading dimensions."""
-    low = torch.maximum(a[..., :2] - a[..., 2:] / 2, b[..., :2] - b[..., 2:] / 2)
-    high = torch.minimum(a[..., :2] + a[..., 2:] / 2, b[..., :2] + b[..., 2:] / 2)
-    shared = (high - low).clamp(min=0).prod(-1)
-    return shared / (a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - shared)
-
-
-@torch.no_grad()
-def match(logits, boxes, classes, truth):
-    """The query of each object, [B, OBJECTS], by greedy matching. Published code solves the assignment problem."""
-    score = logits.sigmoid().gather(2, classes[:, None].expand(-1, QUERIES, -1))
-    cost = 5 * torch.cdist(boxes, truth, p=1) - score
-    queries = []
-    for k in range(OBJECTS):
-        queries.append(cost[:, :, k].argmin(1))
-        cost[torch.arange(len(cost)), queries[-1]] = torch.inf
-    return torch.stack(queries, 1)
-
-
-def criterion(loss, logits, boxes, classes, truth):
-    queries = match(logits, boxes, classes, truth)
-    matched = boxes.gather(1, queries[..., None].expand(-1, -1, 4))
-    labels = torch.full(logits.shape[:2], CLASSES).scatter(1, queries, classes)  # CLASSES is the background
-    scores = torch.zeros(logits.shape[:2]).scatter(1, queries, overlap(matched.detach(), truth))
-    of_classes = loss(logits.flatten(0, 1), (labels.flatten(), scores.flatten())) / queries.numel()
-    of_boxes = (matched - truth).abs().sum(-1).mean()
-    return of_classes + 5 * of_boxes, logits.detach().flatten(0, 1)[labels.flatten() < CLASSES], scores[scores > 0]
-
-
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--loss", choices=LOSSES, default="varifocal")
-    parser.add_argument("--steps", type=int, default=400)
-    options = parser.parse_args(arguments)
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(OBJECTS * (CLASSES + 4), 128), nn.ReLU(), nn.Linear(128, QUERIES * (CLASSES + 4)))
-    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
-    for step in range(options.steps):
-        classes, truth = torch.randint(CLASSES, (64, OBJECTS)), torch.rand(64, OBJECTS, 4) * 0.4 + 0.1
-        seen = torch.cat([nn.functional.one_hot(classes, CLASSES), truth + 0.02 * torch.randn_like(truth)], -1)
-        found = network(seen.flatten(1)).unflatten(1, (QUERIES, CLASSES + 4))
-        logits, boxes = found[..., :CLASSES] - 2, found[..., CLASSES:].sigmoid()
-        total, matched, overlaps = criterion(LOSSES[options.loss], logits, boxes, classes, truth)
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
-        if step in (0, options.steps - 1):
-            score = matched.sigmoid().amax(1).mean()
-            print(f"step {step}: loss {total:.3f} overlap {overlaps.mean():.3f} score {score:.3f}")
-
-
-if __name__ == "__main__":
-    main()
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(7, 64), nn.ReLU(), nn.Linear(64, 5 * 7), nn.Unflatten(1, (5, 7)))  # 5 queries
+optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+for step in range(101):
+    classes, log_width = torch.randint(6, (64, 1)), torch.randn(64, 1)
+    logits, log_widths = network(torch.cat([torch.eye(6)[classes[:, 0]], log_width], 1)).split((6, 1), -1)
+    overlaps = (log_widths.squeeze(-1) - log_width).abs().neg().exp()  # the smaller width by the larger
+    matches = [(query[None], torch.tensor([0])) for query in overlaps.argmax(1)]
+    loss = loss_of_classes(logits, overlaps, classes, matches, 64) + (1 - overlaps.amax(1)).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 50 == 0:
+        print(f"step {step}: loss {loss:.3f} overlap {overlaps.amax(1).mean():.3f}")

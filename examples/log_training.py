@@ -1,62 +1,36 @@
-"""A language model's training step with z-loss, and the logged statistics: entropy, accuracy, log p, log-sum-exp.
+"""Train a language model with z-loss, and log loss, entropy, accuracy, log p and log-sum-exp of its tokens.
 
     python examples/log_training.py
 
-Head and loss are one operator, which never holds all logits. It returns the statistics with the loss. Gradient
-accumulation adds up their sums and counts, so that the logged means are over tokens, not over micro batches.
+Head and loss are one operator, which never holds all logits and returns the statistics with the loss. Weights from the
+counts make the logged means those of all tokens of the micro batches.
 """
 
-import argparse
+from collections import Counter
 
 import torch
-import torch.nn.functional as F
 
 import focalkern as fk
 
-VOCABULARY, FEATURES, BATCH, LENGTH = 500, 32, 8, 24
-
-
-def batch(generator):
-    """Sentences of a synthetic language in which the next word depends on the last; 4 words are the prompt."""
-    words = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
-    for _ in range(LENGTH - 1):
-        words = torch.cat([words, (words[:, -1:] * 7 + 3) % VOCABULARY], dim=1)
-    labels = F.pad(words[:, 1:], (0, 1), value=-100)
-    labels[:, :4] = -100
-    return words, labels
-
-
-def step(body, embedding, optimizer, batches):
-    """One optimizer step over several micro batches; returns means over all their tokens."""
-    tokens = sum((labels != -100).sum() for _, labels in batches)
-    totals = {}
-    for words, labels in batches:
-        hidden, _ = body(embedding(words))
+torch.manual_seed(0)
+body, embedding = torch.nn.GRU(32, 32, batch_first=True), torch.nn.Embedding(500, 32)
+optimizer = torch.optim.AdamW([*body.parameters(), *embedding.parameters()], lr=0.01)
+for step in range(31):
+    words = (torch.randint(500, (16, 1)) + 7 * torch.arange(25)) % 500
+    labels = words[:, 1:].clone()
+    labels[:8, :4] = -100  # prompts
+    n_labels, logged = (labels != -100).sum(), Counter()
+    for part, part_labels in zip(words[:, :-1].split(8), labels.split(8), strict=True):
+        hidden, _ = body(embedding(part))
         loss, stats = fk.linear_focal_loss(
-            hidden, embedding.weight, labels, gamma=1.0, reduction="sum", z_loss=1e-3, return_stats=True
+            hidden, embedding.weight, part_labels, gamma=1.0, reduction="sum", z_loss=1e-3, return_stats=True
         )
-        (loss / tokens).backward()
-        now = {"loss": loss.detach(), "log_p": stats.log_p, "entropy": stats.entropy, "accuracy": stats.correct}
-        for name, values in {**now, "lse": stats.lse}.items():
-            totals[name] = totals.get(name, 0) + values.sum()
+        (loss / n_labels).backward()
+        logged["loss"] += loss.detach() / n_labels
+        share = stats.counts.sum() / n_labels
+        for name, mean in stats.means().items():
+            logged[name] += share * mean
     optimizer.step()
     optimizer.zero_grad()
-    return {name: float(total / tokens) for name, total in totals.items()}
-
-
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args(arguments).steps
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    body, embedding = torch.nn.GRU(FEATURES, FEATURES, batch_first=True), torch.nn.Embedding(VOCABULARY, FEATURES)
-    optimizer = torch.optim.AdamW([*body.parameters(), *embedding.parameters()], lr=0.01)
-    for number in range(steps):
-        logged = step(body, embedding, optimizer, [batch(generator), batch(generator)])
-        if number % 20 == 0 or number == steps - 1:
-            print(f"step {number:3d}  " + "  ".join(f"{name} {value:.3f}" for name, value in logged.items()))
-
-
-if __name__ == "__main__":
-    main()
+    if step % 10 == 0:
+        print(f"step {step:3d}  " + "  ".join(f"{name} {value:.3f}" for name, value in logged.items()))

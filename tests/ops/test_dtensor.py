@@ -107,6 +107,44 @@ def other_facts(mesh):
     return out
 
 
+def model_and_optimizer():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(101, 16), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 101, bias=False)
+    )
+    return model, lambda: torch.optim.AdamW(model.parameters(), lr=0.03, foreach=False)
+
+
+def batch(step):
+    """Tokens and labels of all processes; a label of -100 is ignored."""
+    tokens = torch.randint(101, (32,), generator=torch.Generator().manual_seed(step))
+    labels = (tokens * 7 + 3) % 101
+    labels[:10] = -100  # the first processes get more ignored labels than the last
+    return tokens, labels
+
+
+def train_with_example(mesh, way):
+    """Losses and model of the example's loss, with FSDP2 and tensor parallelism."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    focal_loss, data, tensor = runpy.run_path(str(EXAMPLE))["focal_loss"], mesh["dp"], mesh["tp"]
+    model, make_optimizer = model_and_optimizer()
+    parallelize_module(model[-1], tensor, ColwiseParallel(use_local_output=way == "group"))
+    fully_shard(model, mesh=data)
+    optimizer, losses = make_optimizer(), []
+    for step in range(STEPS):
+        tokens, labels = (part.chunk(data.size())[data.get_local_rank()] for part in batch(step))
+        loss = focal_loss(model(tokens), labels, group=tensor.get_group() if way == "group" else None)
+        loss = loss / (batch(step)[1] != -100).sum()  # number of tokens of all processes
+        optimizer.zero_grad()
+        (loss * data.size()).backward()  # FSDP averages gradients over the data ranks, but the loss is a sum
+        optimizer.step()
+        dist.all_reduce(loss.detach_(), group=data.get_group())
+        losses.append(loss.item())
+    return losses, model
+
+
 def process(rank, folder):
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -128,8 +166,9 @@ def process(rank, folder):
                 out["head", name, case, reduction] = head_over_mesh(case, layouts, meshes[shape], reduction)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for way in ("dtensor", "group"):
-        losses, model = runpy.run_path(str(EXAMPLE))["train"](mesh, way, STEPS)
+        losses, model = train_with_example(mesh, way)
         out["example", way] = losses, [parameter.detach().full_tensor() for parameter in model.parameters()]
+    out["example"] = runpy.run_path(str(EXAMPLE), run_name="__main__")["loss"].detach()
     out["other"] = other_facts(meshes[(4,)])
     torch.save(out, f"{folder}/{rank}.pt")
     dist.barrier()
@@ -197,12 +236,10 @@ def test_heads_are_those_of_one_process(mesh, case, ranks):
 @pytest.mark.parametrize("way", ["dtensor", "group"])
 def test_fsdp_and_tensor_parallel_training_is_that_of_one_process(way, ranks):
     """The loss of examples/torchtitan_focal.py, with different numbers of counted tokens on the ranks."""
-    example = runpy.run_path(str(EXAMPLE))
-    torch.manual_seed(0)
-    model, losses = example["Model"](), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    model, make_optimizer = model_and_optimizer()
+    optimizer, losses = make_optimizer(), []
     for step in range(STEPS):
-        tokens, labels = example["batch"](step)
+        tokens, labels = batch(step)
         loss = fk.focal_loss(model(tokens), labels, 2.0)
         optimizer.zero_grad()
         loss.backward()
@@ -214,6 +251,13 @@ def test_fsdp_and_tensor_parallel_training_is_that_of_one_process(way, ranks):
         torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
         for parameter, expected in zip(parameters, model.parameters(), strict=True):
             torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_example_trains(ranks):
+    first, *others = (result["example"] for result in ranks)
+    assert first < 1  # 4.5 at the start
+    assert_close(others[0], first)  # of one tensor-parallel group
+    assert_close(others[2], others[1])
 
 
 def test_placements_of_the_loss(ranks):

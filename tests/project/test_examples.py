@@ -1,5 +1,6 @@
 """The scripts in examples/, run as users run them, on less data if they take long."""
 
+import ast
 import os
 import re
 import runpy
@@ -15,6 +16,16 @@ import focalkern as fk
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+# One for each kind of other people's code: flat programs.
+SHORT = [
+    "accept.py",
+    "detr_criterion.py",
+    "dft.py",
+    "fine_tune.py",
+    "log_training.py",
+    "other_gpu.py",
+    "torchtitan_focal.py",
+]
 
 
 @pytest.fixture
@@ -24,8 +35,9 @@ def run(tmp_path, monkeypatch, capsys):
 
     def call(name, *arguments):
         state = torch.random.get_rng_state()
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         try:
-            runpy.run_path(str(EXAMPLES / name))["main"](list(arguments))
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         finally:
             torch.random.set_rng_state(state)
         return capsys.readouterr().out
@@ -38,27 +50,24 @@ def numbers(name, text):
     return [float(number) for number in re.findall(rf"{name} +(-?[\d.]+)", text)]
 
 
-def test_there_are_eleven():
-    assert SCRIPTS == [
-        "accept.py",
-        "calibrate.py",
-        "compare.py",
-        "detect.py",
-        "detr_criterion.py",
-        "fine_tune.py",
-        "language_model.py",
-        "log_training.py",
-        "other_gpu.py",
-        "torchtitan_focal.py",
-        "train.py",
-    ]
+def test_are_named():
+    assert sorted([*SHORT, "calibrate.py", "compare.py", "detect.py", "language_model.py", "train.py"]) == SCRIPTS
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_are_short(name):
     text = (EXAMPLES / name).read_text()
-    assert 40 <= len(text.splitlines()) <= 90
-    assert f"python examples/{name}" in text
+    assert len(text.splitlines()) <= (40 if name in SHORT else 90)
+    assert f" examples/{name}" in text
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_statements_are_few(name):
+    """Statements that are neither imports nor docstrings, toy data included; `for` and `if` count as one."""
+    nodes = list(ast.walk(ast.parse((EXAMPLES / name).read_text())))
+    texts = [node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert sum(isinstance(node, ast.stmt) for node in nodes) - len(texts) - len(imports) <= 20
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", "focal", "flsd", "adafocal"])
@@ -100,12 +109,16 @@ def test_detect(run):
     assert len(numbers("ECE", said)) == 2
 
 
-@pytest.mark.parametrize("loss", ["varifocal", "matchability", "ia-bce"])
-def test_detr_criterion(run, loss):
-    said = run("detr_criterion.py", "--loss", loss, "--steps", "80")
-    for name, rises in (("loss", False), ("overlap", True)):
-        first, last = numbers(name, said)
-        assert (last > first) == rises
+def test_detr_criterion(run):
+    said = run("detr_criterion.py")
+    loss, overlap = numbers("loss", said), numbers("overlap", said)
+    assert loss[-1] < loss[0]
+    assert overlap[-1] > 0.7 > overlap[0]
+
+
+def test_dft(run):
+    cross_entropy, dft = numbers("token", run("dft.py"))
+    assert 0.8 < cross_entropy < 0.95 < dft  # one token in ten is an error
 
 
 def test_language_model(run):
@@ -118,38 +131,27 @@ def test_language_model(run):
 
 
 def test_log_training(run):
-    said = run("log_training.py", "--steps", "30")
-    for name in ("loss", "entropy"):
-        assert numbers(name, said)[-1] < numbers(name, said)[0]
-    assert numbers("accuracy", said)[-1] > 0.2
-    assert all(value < 0 for value in numbers("log_p", said))
-
-
-# FSDP2 warns about outputs that are written in place; the example writes to none.
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
-@pytest.mark.parametrize("way", ["dtensor", "group"])
-def test_torchtitan_focal(run, way):
-    """One process here; tests/ops/test_dtensor.py runs four."""
-    said = run("torchtitan_focal.py", "--steps", "10", "--way", way)
-    first, last = re.search(r"focal loss ([\d.]+) -> ([\d.]+) in 10 steps", said).groups()
-    assert float(last) < float(first)
+    said = run("log_training.py")
+    for name, rises in (("loss", False), ("log_p", True), ("entropy", False), ("accuracy", True)):
+        values = numbers(name, said)
+        assert len(values) == 4
+        assert (values[-1] > values[0]) == rises
 
 
 def test_accept(run):
-    said = run("accept.py", "--max-risk", "0.05")
+    said = run("accept.py")
     bound = float(re.search(r"below ([\d.]+) with", said).group(1))
-    (coverage,), risk = numbers("coverage", said), numbers("risk", said)
+    (coverage,), (_, accepted, everything) = numbers("coverage", said), numbers("risk", said)
     assert bound <= 0.05
     assert coverage > 0.2
-    assert risk[1] < 0.05 < risk[-1]  # of the accepted test rows, and of all
+    assert accepted < 0.05 < everything
 
 
-@pytest.mark.parametrize("loss", ["cross-entropy", "focal", "dft"])
-def test_fine_tune(run, loss):
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
+def test_fine_tune(run):
     peer("transformers")
     peer("accelerate")
-    said = run("fine_tune.py", "--loss", loss, "--steps", "30")
+    said = run("fine_tune.py")
     before, after = re.search(r"nll +([\d.]+) -> ([\d.]+)", said).groups()
     assert float(after) < 0.7 * float(before)
     assert "temperature" in said
@@ -159,11 +161,11 @@ def test_fine_tune(run, loss):
 def test_other_gpu(setting, tmp_path):
     """FOCALKERN_KERNELS is read once in a process; on the CPU "compile" does what ROCm and XPU do."""
     environment = {**os.environ, "FOCALKERN_KERNELS": setting, "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [sys.executable, "-W", "ignore", str(EXAMPLES / "other_gpu.py"), "--steps", "3"]
+    arguments = [sys.executable, "-W", "ignore", str(EXAMPLES / "other_gpu.py")]
     paths = [str(Path(fk.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     done = subprocess.run(arguments, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert ("compiled by torch.compile" in done.stdout) == (setting == "compile")
+    assert ("cpu: torch.compile" in done.stdout) == (setting == "compile")
     losses = numbers("loss", done.stdout)
-    assert losses[2] < losses[1] < losses[0]
+    assert losses[4] < losses[2] < losses[0]
