@@ -204,7 +204,7 @@ Tensor row_loss(Tensor input, const Tensor& target, const Tensor& gamma, const O
   }
   const Inputs inputs{input, target, gamma, edges, weight};
   const bool is_transformed = needs_composite({&input, &target, &gamma});
-  if (is_transformed || has_no_kernel(options)) {
+  if (is_transformed || has_no_kernel(input, options)) {
     check_arguments(inputs, options);
     if (!is_transformed) {
       check_device(name_of(options), input);

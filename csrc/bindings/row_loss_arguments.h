@@ -51,9 +51,11 @@ SoftTarget soft_target_of(const Options& options) {
   return dispatch_loss(options.kind, [](auto loss) { return decltype(loss)::kTarget; });
 }
 
-// Label smoothing of a loss whose kernels take labels without it.
-bool has_no_kernel(const Options& options) {
-  return options.label_smoothing != 0 && soft_target_of(options) == SoftTarget::kNone;
+// Label smoothing of a loss whose kernels for this device take labels without it. The dual focal loss has kernels for
+// it on the CPU (cpu/row_loss/ordered_rows.h).
+bool has_no_kernel(const Tensor& input, const Options& options) {
+  if (options.label_smoothing == 0 || soft_target_of(options) != SoftTarget::kNone) return false;
+  return input.is_cuda() || options.kind != RowLoss::kDualFocal;
 }
 
 bool is_soft_target(const Tensor& target) { return target.is_floating_point(); }

@@ -177,8 +177,8 @@ def call_operator(
             input = input.to(common)
         float32_loss = is_half and common == torch.float32
     options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
-    # Kernels of losses that reject class probabilities do not support label smoothing.
-    if torch._C._are_functorch_transforms_active() or (label_smoothing != 0 and not row_loss_of(kind).soft_target):
+    has_kernel = row_loss_of(kind).has_kernel(label_smoothing, device_type)
+    if torch._C._are_functorch_transforms_active() or not has_kernel:
         return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
     loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
     return loss

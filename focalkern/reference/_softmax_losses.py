@@ -283,10 +283,15 @@ class RowLossSpec:
     modulation: str | None = ""  # of the focal losses: the argument of that name; "" for the others
     detachable: bool = False  # it takes detach_modulation
     soft_target: bool = True  # it takes class probabilities
+    smooths_on_cpu: bool = False  # the CPU has kernels for label smoothing although soft_target is False
     has_inverse: bool = False  # a negative gamma has a formula of its own; otherwise its loss is NaN
     infinite_at_zero: bool = True  # the loss of a target with probability 0
     keeps_class: bool = False  # a class besides the target has a special gradient; each row saves its index
     of_batch: bool = False  # the module adds a term of the whole batch, which the definition does not contain
+
+    def has_kernel(self, label_smoothing: float, device_type: str) -> bool:
+        """Whether the kernels for this device compute the loss of labels with this smoothing."""
+        return label_smoothing == 0 or self.soft_target or (self.smooths_on_cpu and device_type != "cuda")
 
     def loss(
         self,
@@ -337,6 +342,7 @@ ROW_LOSSES: dict[str, RowLossSpec] = {
             example={"gamma": 2.5},
             detachable=True,
             soft_target=False,
+            smooths_on_cpu=True,
             keeps_class=True,
         ),
         RowLossSpec(

@@ -44,7 +44,7 @@ def row_loss(
     spec = row_loss_of(kind)
     ignore_index, label_smoothing = host_numbers(spec.name, weight, ignore_index, label_smoothing)
     options = (reduction, ignore_index, label_smoothing, detach_modulation)
-    if label_smoothing != 0 and not spec.soft_target:  # kernels of such a loss take labels without smoothing
+    if not spec.has_kernel(label_smoothing, input.device.type):
         return plain_row_loss(input, target, gamma, edges, weight, *options, kind, epsilon)
     input, dtype = promoted(input, target)
     inputs = _Inputs(input, target, gamma, edges, weight)
