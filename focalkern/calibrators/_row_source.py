@@ -135,12 +135,13 @@ class MemoryRows:
 
     def at(self, rows: Tensor | slice) -> "MemoryRows":
         """A part of the rows of this process, with the totals of all processes."""
-        of_rows = (self.input, self.target, self.weight, self.number)
         if isinstance(rows, slice):
-            columns = [column[rows] for column in of_rows]
+            columns = (self.input[rows], self.target[rows], self.weight[rows], self.number[rows])
         else:  # a mask would be searched once per column, and indexing takes several times as long
             places = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
-            columns = [column.index_select(0, places) for column in of_rows]
+            of_rows = (self.input, self.target, self.weight, self.number)
+            input, target, weight, number = (column.index_select(0, places) for column in of_rows)
+            columns = (input, target, weight, number)
         return MemoryRows(*columns, self.n_rows, self.weight_sum, self.add_up)
 
     def select(self, wanted: Wanted) -> "MemoryRows":
