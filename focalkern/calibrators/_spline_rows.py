@@ -36,8 +36,8 @@ class SplineRows:
         spline: the knots.
         penalty: the quadratic form of the penalty of (a, f), [m + 1, m + 1].
         factor: factor for all penalties.
-        kept: [2, n, C] float64 features x and u of all rows, so that the sums do not compute them again; None if the
-            rows are not in memory on the CPU, if they fill more than a block, or if a class is impossible.
+        kept: the rows with their features x and u, [2, n, C] float64, as input, so that the sums do not compute them
+            again; None if the rows are not in memory on the CPU, fill more than a block, or have an impossible class.
     """
 
     source: RowSource
@@ -48,7 +48,7 @@ class SplineRows:
     spline: NaturalSpline
     penalty: Tensor
     factor: float
-    kept: Tensor | None = None
+    kept: MemoryRows | None = None
 
     @classmethod
     def of(cls, source: RowSource, input_kind: str, penalty: float = 1.0, temperature: float | None = None) -> Self:
@@ -89,18 +89,18 @@ class SplineRows:
             input = source.input
             if not (self.masks and float(input.min()) == -torch.inf):
                 is_probs = self.input_kind == "probs"
-                kept = spline_sums_for(input).spline_features(input, self.temperature, self.floor, is_probs)
+                found = spline_sums_for(input).spline_features(input, self.temperature, self.floor, is_probs)
+                kept = replace(source, input=found)
         return replace(self, source=source, kept=kept)
 
     def parts(self) -> Iterator[MemoryRows]:
-        """The parts of the source for sums: kept features [2, n, C] take the place of the input."""
-        for part in self.source.parts():
-            yield part if self.kept is None else replace(part, input=self.kept)
+        """The parts of the source for sums: the kept rows, or those of the source."""
+        return self.source.parts() if self.kept is None else iter((self.kept,))
 
     def blocks(self) -> Iterator[MemoryRows]:
         """The rows of :meth:`parts` in blocks."""
         for part in self.parts():
-            yield from (part,) if self.kept is not None else part.blocks()
+            yield from part.blocks() if self.kept is None else (part,)
 
     def features(self, part: MemoryRows) -> tuple[Tensor, Tensor]:
         """x and u [n, C] float64 of a part or block."""
