@@ -31,6 +31,7 @@ KNOT_GAP = 0.25
 _LOG_T = 6.0  # the search is for log T on [-6, 6]
 _GRID_STEP = 0.5
 _NEAR_STEP = 0.03  # from T of nearly the same rows
+_DONE, _DONE_NEAR = 1e-9, 1e-6  # length of a last step, whose end is not evaluated; its error is about the square
 _GRID_SIZE, _GRID_ROWS = 200_000, 1000  # numbers and rows of the grid, about
 _LOWEST = 1000.0  # a logit further below the maximum of its row counts as this far below
 
@@ -127,7 +128,7 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
         near: T of nearly the same rows, at which the search starts in place of a grid.
 
     Returns:
-        T, log(T / scale) within [-6, 6] and exact to 1e-8.
+        T, log(T / scale) within [-6, 6] and exact to 1e-8, with ``near`` to 1e-6.
     """
     weight_sum = source.weight_sum
     floor = floor_of(weight_sum)
@@ -150,10 +151,11 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
         grid = [-_LOG_T + _GRID_STEP * i for i in range(round(2 * _LOG_T / _GRID_STEP) + 1)]
         losses = objective(grid, few)[0]
         start = grid[losses.index(min(losses))]
-    return scale * math.exp(_root(lambda log_t: objective([log_t], source)[1][0], start, step))
+    done = _DONE if near is None else _DONE_NEAR
+    return scale * math.exp(_root(lambda log_t: objective([log_t], source)[1][0], start, step, done))
 
 
-def _root(slope: Callable[[float], float], start: float, step: float) -> float:
+def _root(slope: Callable[[float], float], start: float, step: float, done: float) -> float:
     """The point near ``start`` at which the slope changes from negative to positive; an end of the range if no such
     point exists. Each step towards a bracket is twice as long as the one before, up to the step of the grid.
 
@@ -179,7 +181,7 @@ def _root(slope: Callable[[float], float], start: float, step: float) -> float:
     share = of_last / (of_last - of_other)
     for _ in range(100):
         moved = last + share * (other - last)
-        if abs(moved - last) < 1e-9:
+        if abs(moved - last) < done:
             return moved
         found = slope(moved)
         if (found > 0) == (of_last > 0):
@@ -187,7 +189,7 @@ def _root(slope: Callable[[float], float], start: float, step: float) -> float:
         else:
             third, of_third, other, of_other = other, of_other, last, of_last
         last, of_last = moved, found
-        if of_last == 0 or abs(other - last) < 1e-9:
+        if of_last == 0 or abs(other - last) < done:
             break
         x, y = (last - other) / (third - other), (of_last - of_other) / (of_third - of_other)
         share = 0.5
