@@ -30,7 +30,11 @@ BY_HAND = ROOT / "tools" / "hub_package"
 MODULES = ("stable/row_loss", "stable/sigmoid_loss", "ops/_row_loss", "ops/sigmoid_loss")
 COMPILED = (".cpp", ".cu", ".h", ".cuh", ".def")
 BINDINGS = ("stable/row_loss.cpp", "stable/sigmoid_loss.cpp")
-CPU = (*(f"cpu/row_loss/{path.name}" for path in sources("cpu/row_loss/*.cpp")), "cpu/sigmoid_loss.cpp")
+CPU = (
+    *(f"cpu/row_loss/{path.name}" for path in sources("cpu/row_loss/*.cpp")),
+    "cpu/row_sums.cpp",
+    "cpu/sigmoid_loss.cpp",
+)
 CUDA = tuple(
     f"cuda/{name}.cu"
     for name in ("focal_loss", "row_loss", "row_loss_soft", "sigmoid_loss_strided", "sigmoid_loss_vectorized")

@@ -17,6 +17,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -224,6 +225,13 @@ Tensor row_loss(Tensor input, const Tensor& target, const Tensor& gamma, const O
   return loss;
 }
 
+// A number becomes that of the options, and the tensor is undefined.
+Tensor set_gamma(const pybind11::object& gamma, Options& options) {
+  if (!PyFloat_Check(gamma.ptr())) return gamma.cast<Tensor>();
+  options.gamma = PyFloat_AS_DOUBLE(gamma.ptr());
+  return {};
+}
+
 // gamma is a Python number or a tensor; the function is called with the GIL held.
 Tensor row_loss_entry(const Tensor& input, const Tensor& target, const pybind11::object& gamma,
                       const OptionalTensor& edges, const OptionalTensor& weight, int64_t reduction,
@@ -231,14 +239,36 @@ Tensor row_loss_entry(const Tensor& input, const Tensor& target, const pybind11:
                       double epsilon) {
   auto options =
       options_of(reduction, ignore_index, label_smoothing, detach_modulation, /*float32_loss=*/false, kind, epsilon);
-  Tensor gamma_tensor;
-  if (PyFloat_Check(gamma.ptr())) {
-    options.gamma = PyFloat_AS_DOUBLE(gamma.ptr());
-  } else {
-    gamma_tensor = gamma.cast<Tensor>();
-  }
+  const Tensor gamma_tensor = set_gamma(gamma, options);
   const pybind11::gil_scoped_release release;
   return row_loss(input, target, gamma_tensor, edges, weight, options);
+}
+
+// The loss and the statistics of the rows, from one read of the logits; nothing where only two calls compute them.
+std::optional<std::tuple<Tensor, RowStatistics>> row_loss_with_statistics(
+    const Tensor& input, const Tensor& target, const pybind11::object& number_or_tensor, const OptionalTensor& edges,
+    const OptionalTensor& weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
+    bool detach_modulation, int64_t kind) {
+  auto options = options_of(reduction, ignore_index, label_smoothing, detach_modulation, autocasts(input), kind,
+                            /*epsilon=*/0);
+  const Tensor gamma = set_gamma(number_or_tensor, options);
+  const pybind11::gil_scoped_release release;
+  const Inputs inputs{input, target, gamma, edges, weight};
+  const bool rows_follow = input.is_cpu() && (input.dim() == 1 || input.dim() == 2) && input.is_contiguous();
+  const bool labels = !is_soft_target(target) && label_smoothing == 0;
+  const bool has_kernel = dispatch_loss(options.kind, [](auto loss) { return kHasStatistics<decltype(loss)>; });
+  if (!rows_follow || !labels || !has_kernel || needs_composite({&input, &target, &gamma}) ||
+      !is_direct(inputs, /*grad=*/{})) {
+    return std::nullopt;
+  }
+  check_arguments(inputs, options);
+  const RowStatistics statistics = empty_row_statistics(input, target.numel());
+  auto [loss, saved] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return forward_with<Cpu>(inputs, options, &statistics);
+  }();
+  record(loss, saved, inputs, options);
+  return std::tuple{loss, statistics};
 }
 
 Tensor focal_loss_entry(const Tensor& input, const Tensor& target, const pybind11::object& gamma,
@@ -285,6 +315,7 @@ void register_focal_loss(torch::Library& definitions, pybind11::module_& module)
 
   module.def("focal_loss", &focal_loss_entry);
   module.def("row_loss", &row_loss_entry);
+  module.def("row_loss_with_statistics", &row_loss_with_statistics);
   module.def("row_losses", [] { return std::vector<std::string>(std::begin(kNames), std::end(kNames)); });
 }
 

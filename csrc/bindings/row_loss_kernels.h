@@ -6,10 +6,14 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "bindings/row_loss_arguments.h"
+#include "bindings/row_sums.h"
+#include "bindings/row_sums_run.h"
+#include "kernels/row_loss_statistics.h"
 
 #ifdef FOCALKERN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -33,10 +37,15 @@ struct Cpu {
   };
   static void check_labels(const Inputs& /* inputs */, const Options& /* options */) {}  // the kernels do
 
+  // Fills the statistics of the rows, if not null.
   template <typename Scalar>
   static void forward(RowLossForward<Scalar>& args, const Prepared<Scalar>& prepared, const Options& options,
-                      const Tensor& loss) {
+                      const Tensor& loss, const RowStatistics* statistics = nullptr) {
     using Real = compute_t<Scalar>;
+    std::optional<RowStatisticsResult<Real>> of_rows;
+    if (statistics) {
+      of_rows = std::apply([](const auto&... tensors) { return row_statistics_result<Real>(tensors...); }, *statistics);
+    }
     const int64_t chunk_rows = cpu::row_loss_chunk_rows(args.rows, args.classes);
     const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
     std::vector<RowLossSums> chunks(n_chunks);
@@ -44,7 +53,14 @@ struct Cpu {
       using Loss = decltype(formula);
       at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          chunks[i] = cpu::row_loss_forward<Loss>(args, i * chunk_rows, std::min(args.rows, (i + 1) * chunk_rows));
+          const int64_t row = i * chunk_rows, end_row = std::min(args.rows, row + chunk_rows);
+          if constexpr (kHasStatistics<Loss>) {
+            if (of_rows) {
+              chunks[i] = cpu::row_loss_with_statistics<Loss>(args, *of_rows, row, end_row);
+              continue;
+            }
+          }
+          chunks[i] = cpu::row_loss_forward<Loss>(args, row, end_row);
         }
       });
     });
@@ -115,8 +131,8 @@ struct Cuda {
 };
 #endif  // FOCALKERN_WITH_CUDA
 
-template <typename Device>
-std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options) {
+template <typename Device, typename... More>
+std::tuple<Tensor, Tensor> forward_with(const Inputs& inputs, const Options& options, const More&... more) {
   check_arguments(inputs, options);
   const Tensor& input = inputs.input;
   const typename Device::Guard guard(input.device());
@@ -132,9 +148,14 @@ std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options)
     RowLossForward<Scalar> args{prepared.args, nullptr};
     args.saved = static_cast<Real*>(saved.mutable_data_ptr());
     if (unreduced) args.row_loss = static_cast<Real*>(loss.mutable_data_ptr());
-    Device::forward(args, prepared, options, loss);
+    Device::forward(args, prepared, options, loss, more...);
   });
   return {as_dtype(loss, result_dtype(input, options.float32_loss)), saved};
+}
+
+template <typename Device>
+std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options) {
+  return forward_with<Device>(inputs, options);
 }
 
 // A gradient that is not needed is an undefined tensor.

@@ -31,10 +31,7 @@ std::tuple<Tensor, Tensor> checked_row_sums(const Tensor& given) {
   return {sums, index};
 }
 
-// log p, entropy, log-sum-exp, predicted class, whether it is correct, and whether the row counts, all [N].
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> checked_row_statistics(const Tensor& given,
-                                                                                  const Tensor& given_target,
-                                                                                  int64_t ignore_index) {
+RowStatistics checked_row_statistics(const Tensor& given, const Tensor& given_target, int64_t ignore_index) {
   const char* op = "row_statistics";
   const Tensor input = checked_input(op, given);
   const Tensor target = given_target.contiguous();
@@ -44,15 +41,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> checked_row_statistic
                         target.sizes() == at::IntArrayRef({n}),
                     op, ": target must be int64, int32 or uint8 labels [N] = [", n, "] on the CPU, got ", type, " ",
                     target.sizes());
-  const auto real = compute_dtype(input.scalar_type());
-  const auto make = [&](at::ScalarType dtype) { return at::empty({n}, input.options().dtype(dtype)); };
-  const std::tuple found{make(real), make(real), make(real), make(at::kLong), make(at::kBool), make(at::kBool)};
+  const RowStatistics found = empty_row_statistics(input, n);
   std::apply([&](const auto&... results) { row_statistics<Interface>(input, target, ignore_index, results...); },
              found);
   return found;
 }
 
 }  // namespace
+
+RowStatistics empty_row_statistics(const Tensor& input, int64_t rows) {
+  const auto make = [&](at::ScalarType dtype) { return at::empty({rows}, input.options().dtype(dtype)); };
+  const auto real = compute_dtype(input.scalar_type());
+  return {make(real), make(real), make(real), make(at::kLong), make(at::kBool), make(at::kBool)};
+}
 
 void register_row_sums(pybind11::module_& module) {
   module.def("row_sums", &checked_row_sums, pybind11::call_guard<pybind11::gil_scoped_release>());

@@ -29,6 +29,19 @@ void row_sums(const typename Torch::Tensor& input, const typename Torch::Tensor&
   });
 }
 
+template <typename Real, typename Tensor>
+RowStatisticsResult<Real> row_statistics_result(const Tensor& log_p, const Tensor& entropy, const Tensor& lse,
+                                                const Tensor& predicted, const Tensor& correct, const Tensor& counts) {
+  RowStatisticsResult<Real> result{};
+  result.log_p = static_cast<Real*>(log_p.mutable_data_ptr());
+  result.entropy = static_cast<Real*>(entropy.mutable_data_ptr());
+  result.lse = static_cast<Real*>(lse.mutable_data_ptr());
+  result.predicted = static_cast<int64_t*>(predicted.mutable_data_ptr());
+  result.correct = static_cast<bool*>(correct.mutable_data_ptr());
+  result.counts = static_cast<bool*>(counts.mutable_data_ptr());
+  return result;
+}
+
 // Fills tensors [N]: log p, entropy and log-sum-exp in the type of the computation; the predicted class; whether it is
 // correct; and whether the row counts. target [N] is contiguous.
 template <typename Torch>
@@ -39,13 +52,7 @@ void row_statistics(const typename Torch::Tensor& input, const typename Torch::T
   const Labels labels = Torch::labels(target);
   Torch::dispatch(input, [&](auto scalar) {
     using Real = compute_t<decltype(scalar)>;
-    RowStatisticsResult<Real> result{};
-    result.log_p = static_cast<Real*>(log_p.mutable_data_ptr());
-    result.entropy = static_cast<Real*>(entropy.mutable_data_ptr());
-    result.lse = static_cast<Real*>(lse.mutable_data_ptr());
-    result.predicted = static_cast<int64_t*>(predicted.mutable_data_ptr());
-    result.correct = static_cast<bool*>(correct.mutable_data_ptr());
-    result.counts = static_cast<bool*>(counts.mutable_data_ptr());
+    const auto result = row_statistics_result<Real>(log_p, entropy, lse, predicted, correct, counts);
     over_rows<Torch, decltype(scalar)>(input, [&](const auto& rows, int64_t begin, int64_t end) {
       cpu::row_statistics(rows, labels, ignore_index, result, begin, end);
     });

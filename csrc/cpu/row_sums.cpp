@@ -1,8 +1,8 @@
 // Sums over the classes of each row (math/row_sums.h): logits [rows, classes] -> largest, rest, fall and index [rows],
 // or the statistics of the row for a trainer's log.
 //
-// A row is read once, in blocks that fit the first-level cache: each block is read for its largest logit, for its sums,
-// and up to the first class that has the largest logit. The sums of the blocks are added in double.
+// A row is read once, in blocks that fit the first-level cache: each block is read for its largest logit and for its
+// sums, and the part with the largest logit for its first class. The sums of the blocks are added in double.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,8 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kWidestGroup = 32;  // classes; shorter rows are padded to it
+template <typename Scalar>
+constexpr int64_t kWidestGroup = kLanes<Scalar>;  // classes; shorter rows are padded to it
 
 // The sums of a group of classes, lane by lane.
 template <typename Scalar, int64_t n>
@@ -52,6 +53,40 @@ struct Lanes {
   }
 };
 
+// Replaces the class of each lane whose logit has this value.
+template <typename Group, typename Scalar>
+FK_HOST_DEVICE void replace_equal(const Scalar* z, const typename Group::Reals& values,
+                                  const typename Group::Ints& minus_class, typename Group::Ints& minus_first) {
+  using Int = label_int<compute_t<Scalar>>;
+  typename Group::Reals v[Group::kVectors];
+  Group::load(z, v);
+  for (int64_t i = Group::kVectors - 1; i >= 0; --i) {
+    minus_first = v[i] == values ? minus_class - static_cast<Int>(i) : minus_first;
+  }
+}
+
+// The first of the classes from `begin` to `end` with this logit, which one of them has, or the row has NaN. In a part
+// of a row, a loop without branches is faster than one that ends early.
+template <int64_t n, typename Scalar>
+FK_HOST_DEVICE int64_t first_in_part(const Scalar* z, int64_t begin, int64_t end, compute_t<Scalar> value) {
+  using Group = ClassGroup<Scalar, n>;
+  using Ints = typename Group::Ints;
+  using Int = label_int<compute_t<Scalar>>;
+  const auto values = spread<typename Group::Reals>(value);
+  const Ints minus_lane = -Group::first_classes();
+  Ints minus_first = spread<Ints>(std::numeric_limits<Int>::min());
+  // From the last class to the first, so that each lane keeps its first.
+  int64_t c = end - Group::kClasses;
+  Ints minus_class = minus_lane - static_cast<Int>(c);
+#pragma GCC unroll 4
+  for (; c > begin; c -= Group::kClasses, minus_class += static_cast<Int>(Group::kClasses)) {
+    replace_equal<Group>(z + c, values, minus_class, minus_first);
+  }
+  c = std::min(begin, end - Group::kClasses);
+  replace_equal<Group>(z + c, values, minus_lane - static_cast<Int>(c), minus_first);
+  return -static_cast<int64_t>(fold_lanes(minus_first, Larger{}));
+}
+
 template <typename Scalar>
 bool any_nan(const Scalar* z, int64_t classes) {
   for (int64_t c = 0; c < classes; ++c) {
@@ -70,7 +105,10 @@ struct SumsOfBlocks {
     using Group = ClassGroup<Scalar, n>;
     using Reals = typename Group::Reals;
     constexpr int64_t kClasses = Group::kClasses;
-    const Reals most = spread<Reals>(-kExpZero<Real>);
+    Reals most = spread<Reals>(-kExpZero<Real>);
+#ifdef FK_HAS_AVX512_CODE
+    asm("" : "+x"(most));  // gcc emits no min instruction for a constant
+#endif
     const int64_t whole = classes & -kClasses;
     for (int64_t r = 0; r < n_rows; ++r, z += stride) {
       const Real largest = max_of<n>(z, classes);
@@ -80,7 +118,7 @@ struct SumsOfBlocks {
         continue;
       }
       const Reals shifts = spread<Reals>(largest);
-      int64_t ties = 0;
+      int64_t ties = 0, first_begin = 0, first_end = classes;  // the part with the first of the largest
       double rest = 0, fall = 0;
       for (int64_t begin = 0; begin < classes; begin += kPart * kClasses) {
         // The sum has parts: in a long run of equal terms, all rounding errors would have the same sign.
@@ -91,13 +129,18 @@ struct SumsOfBlocks {
           const int64_t last = classes - kClasses;
           part.template add<true>(z + last, shifts, most, whole - last);
         }
-        ties -= static_cast<int64_t>(fold_lanes(part.ties, Sum{}));
+        const int64_t more = -static_cast<int64_t>(fold_lanes(part.ties, Sum{}));
+        if (ties == 0 && more > 0) {
+          first_begin = begin;
+          first_end = std::min(classes, begin + kPart * kClasses);
+        }
+        ties += more;
         rest += static_cast<double>(fold_lanes(part.rest, Sum{}));
         fall += static_cast<double>(fold_lanes(part.fall, Sum{}));
       }
       sums[r].rest = rest + static_cast<double>(ties - 1);
       sums[r].fall = fall;
-      sums[r].index = first_equal(z, classes, largest);
+      sums[r].index = first_in_part<n>(z, first_begin, first_end, largest);
     }
   }
 };
@@ -106,7 +149,7 @@ template <typename Scalar>
 RowSums sums_of_long_row(const Scalar* z, int64_t classes) {
   RowSums total{};
   for (int64_t begin = 0; begin < classes;) {
-    const int64_t left = classes - begin, count = left < kBlock + kWidestGroup ? left : kBlock;
+    const int64_t left = classes - begin, count = left < kBlock + kWidestGroup<Scalar> ? left : kBlock;
     RowSums block;
     run_in_widest<SumsOfBlocks<Scalar>>(z + begin, 0, 1, count, &block);
     block.index += begin;
@@ -121,13 +164,15 @@ template <typename Scalar>
 void sums_of_tile(const Rows<Scalar>& rows, int64_t begin, int64_t n_rows, RowSums* sums) {
   const int64_t classes = rows.classes;
   const Scalar* z = rows.logits + begin * classes;
-  if (classes < kWidestGroup) {
-    Scalar padded[kTileRows * kWidestGroup];
+  if (classes < kWidestGroup<Scalar>) {
+    Scalar padded[kTileRows * kWidestGroup<Scalar>];
     constexpr auto kNoLogit = -std::numeric_limits<compute_t<Scalar>>::infinity();
-    std::fill_n(padded, n_rows * kWidestGroup, Store<Scalar>::from_compute(kNoLogit));
-    for (int64_t r = 0; r < n_rows; ++r) std::copy_n(z + r * classes, classes, padded + r * kWidestGroup);
-    run_in_widest<SumsOfBlocks<Scalar>>(&padded[0], kWidestGroup, n_rows, kWidestGroup, sums);
-  } else if (classes < kBlock + kWidestGroup) {
+    std::fill_n(padded, n_rows * kWidestGroup<Scalar>, Store<Scalar>::from_compute(kNoLogit));
+    for (int64_t r = 0; r < n_rows; ++r) {
+      for (int64_t c = 0; c < classes; ++c) padded[r * kWidestGroup<Scalar> + c] = z[r * classes + c];
+    }
+    run_in_widest<SumsOfBlocks<Scalar>>(&padded[0], kWidestGroup<Scalar>, n_rows, kWidestGroup<Scalar>, sums);
+  } else if (classes < kBlock + kWidestGroup<Scalar>) {
     run_in_widest<SumsOfBlocks<Scalar>>(z, classes, n_rows, classes, sums);
   } else {
     for (int64_t r = 0; r < n_rows; ++r) sums[r] = sums_of_long_row(z + r * classes, classes);
@@ -144,6 +189,19 @@ void sums_of_tile(const Rows<Scalar>& rows, int64_t begin, int64_t n_rows, RowSu
 struct StatisticsTile {
   double largest[kTileRows], rest[kTileRows], fall[kTileRows], target[kTileRows], log_sum[kTileRows];
 };
+
+// rest + 1 has the terms of all classes. Without the target's it is at least 1, or the target is the largest class.
+template <typename Real>
+FK_VECTOR_CLONES void finish_sums_of_loss(int64_t n_rows, const StatisticsTile& tile, Real* largest, Real* others,
+                                          Real* target) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const double of_target = exponential(tile.target[r] - tile.largest[r]);
+    others[r] = static_cast<Real>(tile.rest[r] + (1 - of_target));
+    largest[r] = static_cast<Real>(tile.largest[r]);
+    target[r] = static_cast<Real>(tile.target[r]);
+  }
+}
 
 FK_VECTOR_CLONES void finish_statistics(int64_t n_rows, StatisticsTile& tile) {
 #pragma omp simd
@@ -173,7 +231,8 @@ void row_sums(const Rows<Scalar>& rows, const RowSumsResult& result, int64_t row
 
 template <typename Scalar>
 void row_statistics(const Rows<Scalar>& rows, const Labels& labels, int64_t ignore_index,
-                    const RowStatisticsResult<compute_t<Scalar>>& result, int64_t row_begin, int64_t row_end) {
+                    const RowStatisticsResult<compute_t<Scalar>>& result, int64_t row_begin, int64_t row_end,
+                    const TargetSums<compute_t<Scalar>>* sums_of_loss) {
   using Real = compute_t<Scalar>;
   StatisticsTile tile{};
   RowSums of_rows[kTileRows];
@@ -203,6 +262,11 @@ void row_statistics(const Rows<Scalar>& rows, const Labels& labels, int64_t igno
       result.correct[row] = counts && predicted == label;
       result.counts[row] = counts;
     }
+    if (sums_of_loss) {
+      const auto [largest, others, target] = *sums_of_loss;
+      const int64_t at = begin - row_begin;
+      finish_sums_of_loss(n, tile, largest + at, others + at, target + at);
+    }
     finish_statistics(n, tile);
     for (int64_t r = 0; r < n; ++r) {
       result.log_p[begin + r] = static_cast<Real>((tile.target[r] - tile.largest[r]) - tile.log_sum[r]);
@@ -212,10 +276,11 @@ void row_statistics(const Rows<Scalar>& rows, const Labels& labels, int64_t igno
   }
 }
 
-#define FK_ROW_SUMS(Scalar)                                                            \
-  template void row_sums(const Rows<Scalar>&, const RowSumsResult&, int64_t, int64_t); \
-  template void row_statistics(const Rows<Scalar>&, const Labels&, int64_t,            \
-                               const RowStatisticsResult<compute_t<Scalar>>&, int64_t, int64_t);
+#define FK_ROW_SUMS(Scalar)                                                                     \
+  template void row_sums(const Rows<Scalar>&, const RowSumsResult&, int64_t, int64_t);          \
+  template void row_statistics(const Rows<Scalar>&, const Labels&, int64_t,                     \
+                               const RowStatisticsResult<compute_t<Scalar>>&, int64_t, int64_t, \
+                               const TargetSums<compute_t<Scalar>>*);
 FK_ROW_SUMS(float)
 FK_ROW_SUMS(double)
 FK_ROW_SUMS(Half)

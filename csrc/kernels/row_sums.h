@@ -32,15 +32,24 @@ struct RowStatisticsResult {
   bool* counts;
 };
 
+// The sums that a loss of labels needs, all [rows]; 0 for ignored rows.
+template <typename Real>
+struct TargetSums {
+  Real* largest;
+  Real* others;  // sum of e^(z_j - largest) over the classes other than the target
+  Real* target;  // its logit
+};
+
 namespace cpu {
 
 template <typename Scalar>
 void row_sums(const Rows<Scalar>& rows, const RowSumsResult& result, int64_t row_begin, int64_t row_end);
 
-// Labels that are neither ignored nor a class give NaN.
+// Labels that are neither ignored nor a class give NaN. The sums for a loss (or null) start at row_begin.
 template <typename Scalar>
 void row_statistics(const Rows<Scalar>& rows, const Labels& labels, int64_t ignore_index,
-                    const RowStatisticsResult<compute_t<Scalar>>& result, int64_t row_begin, int64_t row_end);
+                    const RowStatisticsResult<compute_t<Scalar>>& result, int64_t row_begin, int64_t row_end,
+                    const TargetSums<compute_t<Scalar>>* sums_of_loss = nullptr);
 
 }  // namespace cpu
 }  // namespace focalkern

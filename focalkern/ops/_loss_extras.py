@@ -1,6 +1,7 @@
 """focal_loss with z_loss or return_stats on one process.
 
-The statistics come from one more read of the logits (:mod:`focalkern.ops.row_sums`). On the CPU the kernels of the loss
+On the CPU the forward pass of labels without smoothing, whose rows follow each other, gives the statistics too.
+Otherwise they come from one more read of the logits (:mod:`focalkern.ops.row_sums`). On the CPU the kernels of the loss
 compute the z-loss, too (:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the
 loss over ranks, with one process as the only rank, and other z-losses are added to the loss of the kernel or of plain
 torch; torch.func, forward-mode derivatives and devices without float64 take this sum in torch operations.
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import has_float64
+from focalkern._types import PLAIN_TENSORS, REDUCTIONS
 from focalkern.fallback.focal_loss import check_arguments, check_range
 from focalkern.gamma import GammaTable
+from focalkern.ops._backend import backend_for
 from focalkern.ops._collectives import ALONE
+from focalkern.ops._linear_chunks import is_plain
 from focalkern.ops._loss_stats import LossStats, LossWithStats
 from focalkern.ops._row_loss import check_tensor, check_types, row_loss
 from focalkern.ops._z_loss import adds_z_loss, loss_plus_z_loss, loss_with_z_loss
@@ -47,6 +51,10 @@ def loss_with_extras(
     transformed = torch._C._are_functorch_transforms_active()
     apart = transformed or torch.autograd.forward_ad._current_level >= 0 or not has_float64(input.device)
     arguments = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
+    if return_stats and not z_loss and not apart:
+        found = _in_one_read(kind, input, target, gamma, *arguments)
+        if found is not None:
+            return found
     if not z_loss:
         loss = row_loss(op, kind, input, target, gamma, 0.0, *arguments)
     else:
@@ -58,11 +66,42 @@ def loss_with_extras(
     with torch.no_grad():
         z = input.detach()
         rows = z if z.dim() == 2 else z.movedim(class_dim, -1).reshape(target.numel(), -1)
-        log_p, entropy, lse, predicted, correct, counts = row_statistics(rows, target.reshape(-1), ignore_index)
-        stats = LossStats(log_p, entropy, predicted, correct, lse, counts)
-        if target.dim() != 1:
-            stats = LossStats(*(field.reshape(target.shape) for field in stats))
+        stats = _stats(row_statistics(rows, target.reshape(-1), ignore_index), target)
     return LossWithStats(loss, stats)
+
+
+def _stats(of_rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], target: Tensor) -> LossStats:
+    log_p, entropy, lse, predicted, correct, counts = of_rows
+    stats = LossStats(log_p, entropy, predicted, correct, lse, counts)
+    return stats if target.dim() == 1 else LossStats(*(field.reshape(target.shape) for field in stats))
+
+
+def _in_one_read(
+    kind: int,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> LossWithStats | None:
+    """The loss whose forward pass gives the statistics; None where it cannot, or where an argument is wrong."""
+    if torch.compiler.is_compiling() or not (is_plain(input) and type(target) in PLAIN_TENSORS):
+        return None
+    together = getattr(backend_for(input), "row_loss_with_statistics", None)
+    if together is None or reduction not in REDUCTIONS:
+        return None
+    edges = None
+    if isinstance(gamma, GammaTable):
+        edges, gamma = gamma.edges, gamma.gammas.detach()
+    options = (REDUCTIONS.index(reduction), ignore_index, label_smoothing, detach_modulation, kind)
+    try:
+        found = together(input, target, gamma, edges, weight, *options)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # the loss alone raises an error that names the function
+        return None
+    return None if found is None else LossWithStats(found[0], _stats(found[1], target))
 
 
 def _with_z_loss(
