@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cpu/sigmoid_loss/asymmetric.h"
+#include "cpu/sigmoid_loss/scored.h"
 #include "cpu/sigmoid_loss/tile.h"
 #include "cpu/sigmoid_loss/tile_reader.h"
 #include "cpu/simd/dispatch.h"
@@ -29,6 +30,18 @@ template <typename Loss>
 constexpr bool kIsAsymmetric =
     std::is_same_v<Loss, AsymmetricOfKnown<false>> || std::is_same_v<Loss, AsymmetricOfKnown<true>>;
 
+template <typename Loss>
+constexpr bool kIsScored = false;
+template <ScoredLoss kLoss>
+constexpr bool kIsScored<KnownScoredElement<kLoss>> = true;
+template <ScoredLoss kLoss>
+constexpr ScoredLoss loss_of(KnownScoredElement<kLoss>) {
+  return kLoss;
+}
+// Losses whose `constant` is 1 if p^gamma is detached: then the gradient needs no logarithm.
+template <typename Loss>
+constexpr bool kMayBeDetached = kIsScored<Loss> && !std::is_same_v<Loss, KnownScoredElement<ScoredLoss::kIaBce>>;
+
 template <typename Loss, Targets kTargets, typename Power, typename Real>
 FK_HOST_DEVICE SigmoidTerms<Real> terms_with(const TileView<Real>& view, int64_t i, const Power& gamma,
                                              const Power& gamma_positive, Real constant) {
@@ -39,7 +52,7 @@ FK_HOST_DEVICE SigmoidTerms<Real> terms_with(const TileView<Real>& view, int64_t
 }
 
 // Loss and slope with weight and sign, as the loops store them.
-template <typename Loss, Targets kTargets, typename Power, typename Real>
+template <typename Loss, Targets kTargets, bool kDetached, typename Power, typename Real>
 FK_HOST_DEVICE LossAndSlope<Real> result_with(const TileView<Real>& view, int64_t i, const Power& gamma,
                                               const Power& gamma_positive, Real constant) {
   if constexpr (std::is_same_v<Loss, FocalElement> && kTargets != Targets::kSoft) {
@@ -56,23 +69,28 @@ FK_HOST_DEVICE LossAndSlope<Real> result_with(const TileView<Real>& view, int64_
     const LossAndSlope<Real> result =
         hard_asymmetric_loss<Loss::kHasMargin>(view.input[i], is_one, constant, gamma, gamma_positive);
     return {result.loss * view.scale[i], result.slope * view.scale[i]};
+  } else if constexpr (kIsScored<Loss>) {
+    const Real share = kTargets == Targets::kLabels ? Real(0) : view.target[i];
+    const LossAndSlope<Real> result =
+        scored_loss<loss_of(Loss{}), kTargets, kDetached>(view.input[i], share, view.second[i], constant, gamma);
+    return {result.loss * view.scale[i], result.slope * view.scale[i]};
   } else {
     const SigmoidTerms<Real> terms = terms_with<Loss, kTargets>(view, i, gamma, gamma_positive, constant);
     return {terms.loss * view.scale[i], terms.slope * view.scale[i]};
   }
 }
 
-template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
+template <typename Loss, Targets kTargets, Powers kPowers, bool kDetached = false, typename Real>
 FK_HOST_DEVICE LossAndSlope<Real> result_at(const TileView<Real>& view, int64_t i, const SmallPower<Real>& gamma,
                                             const SmallPower<Real>& gamma_positive, Real constant) {
   if constexpr (kPowers == Powers::kSquare) {
     const Square<Real> square;
-    return result_with<Loss, kTargets>(view, i, square, square, constant);
+    return result_with<Loss, kTargets, kDetached>(view, i, square, square, constant);
   } else if constexpr (kPowers == Powers::kSmall) {
-    return result_with<Loss, kTargets>(view, i, gamma, gamma_positive, constant);
+    return result_with<Loss, kTargets, kDetached>(view, i, gamma, gamma_positive, constant);
   } else {
     const AnyPower<Real> any{view.gamma[i]}, any_positive{view.second[i]};
-    return result_with<Loss, kTargets>(view, i, any, any_positive, constant);
+    return result_with<Loss, kTargets, kDetached>(view, i, any, any_positive, constant);
   }
 }
 
@@ -148,16 +166,23 @@ FK_VECTOR_CLONES void backward_loop(const TileView<Real>& tile, Real constant, i
   const TileView<Real> view = tile;
   constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
-  for_each_element(
-      n,
-      [&](int64_t i) __attribute__((always_inline)) {
-        ask_ahead(view.input + i, sizeof(Real));
-        if (kTargets != Targets::kLabels) ask_for_target(view, i);
-        ask_ahead(grad_input + i, sizeof(Real));
-      },
-      [&](int64_t i) __attribute__((always_inline)) {
-        grad_input[i] = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, constant).slope;
-      });
+  const auto loop = [&](auto detached) __attribute__((always_inline)) {
+    for_each_element(
+        n,
+        [&](int64_t i) __attribute__((always_inline)) {
+          ask_ahead(view.input + i, sizeof(Real));
+          if (kTargets != Targets::kLabels) ask_for_target(view, i);
+          ask_ahead(grad_input + i, sizeof(Real));
+        },
+        [&](int64_t i) __attribute__((always_inline)) {
+          constexpr bool kDetached = decltype(detached)::value;
+          grad_input[i] = result_at<Loss, kTargets, kPowers, kDetached>(view, i, gamma, gamma_positive, constant).slope;
+        });
+  };
+  if constexpr (kMayBeDetached<Loss>) {
+    if (constant == Real(1)) return loop(std::true_type{});
+  }
+  loop(std::false_type{});
 }
 
 // Computes all derivatives.
