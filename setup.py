@@ -21,10 +21,10 @@ from setuptools.command.build_py import build_py
 from setuptools.command.dist_info import dist_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from tools.compiler import Compiler, run
+from tools.compiler import Compiler, cuda_command, kernel_command, run, sources
 from tools.long_description import long_description, version_of
 from tools.stable import build_stable
-from tools.toolchain import HOST_FLAGS, fail, toolkit_folder, toolkit_version
+from tools.toolchain import COMPILERS, HOST_FLAGS, fail, toolkit_folder, toolkit_version
 
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 INSTALL = "pip install --no-build-isolation ."
@@ -63,22 +63,24 @@ def cuda_toolkit(torch_cuda: str | None, torch_hip: str | None) -> Path | None:
 
 
 def extension() -> tuple[Extension, type[build_ext]]:
-    host_sources = sorted(glob("csrc/bindings/*.cpp") + glob("csrc/cpu/**/*.cpp", recursive=True))
+    bindings = sorted(glob("csrc/bindings/*.cpp"))
     try:
         import torch
     except ImportError:  # an sdist needs no torch; a build does
-        return Extension("focalkern._C", host_sources), BuildWithoutTorch
+        return Extension("focalkern._C", bindings), BuildWithoutTorch
 
     toolkit = cuda_toolkit(torch.version.cuda, getattr(torch.version, "hip", None))
     if toolkit:
-        os.environ["CUDA_HOME"] = str(toolkit)  # torch reads it when cpp_extension is imported
+        os.environ["CUDA_HOME"] = str(toolkit)  # torch would search another one when cpp_extension is imported
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
+    arch_list = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if toolkit else []
+    runtime = [str(path) for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()] if toolkit else []
     # BuildExtension starts ninja by name; pip does not put the environment's scripts on PATH.
     os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", "")
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
 
     class BuildAndRecord(BuildExtension):
-        """Writes focalkern/_build_info.py beside the module, for the check before its import."""
+        """Links kernels and bindings, and writes focalkern/_build_info.py for the check before the import."""
 
         def run(self) -> None:
             # Without force, setuptools would keep the old module for another torch or another FOCALKERN_CUDA. ninja
@@ -87,40 +89,42 @@ def extension() -> tuple[Extension, type[build_ext]]:
             if self.editable_mode:
                 self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
             super().run()
-            self.build_stable_modules()
-            arch_list = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if toolkit else []
             Path(self.get_ext_fullpath("focalkern._C")).with_name("_build_info.py").write_text(
                 '"""The settings with which focalkern._C was built. Written by setup.py."""\n\n'
                 f"TORCH = {str(torch.__version__)!r}\nCUDA: str | None = {torch.version.cuda if toolkit else None!r}\n"
                 f"ARCH_LIST: list[str] = {arch_list!r}\n"
             )
 
-        def build_stable_modules(self) -> None:
-            """Links the modules for other releases of torch. The linker takes the needed objects of the archive."""
-            folder = Path(self.get_ext_fullpath("focalkern._C")).parent
-            kernels = [path for path in self.extensions[0].sources if not path.startswith("csrc/bindings")]
-            objects = self.compiler.object_filenames(kernels, output_dir=self.build_temp)
-            archive = Path(self.build_temp, "libfocalkern_kernels.a")
-            archive.unlink(missing_ok=True)
-            run(["ar", "rcs", archive, *objects])
-            headers = Path(torch.__file__).parent / "include"
-            stable = (Compiler(), folder, headers, str(torch.__version__))
-            build_stable(*stable, [archive])
+        def build_extensions(self) -> None:
+            # The linker takes the needed objects of an archive, and can hide their symbols.
+            compiler = Compiler()
+            kernels = Path(self.build_temp, "libfocalkern_kernels.a")
+            kernels.parent.mkdir(parents=True, exist_ok=True)
+            kernels.unlink(missing_ok=True)
+            objects = compiler.objects(sources("cpu/**/*.cpp"), kernel_command(), {}, "")
             if toolkit:
-                runtime = [f"-L{path}" for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()]
-                build_stable(*stable, [archive, *runtime, "-lcudart"], toolkit)
+                objects += compiler.objects(sources("cuda/*.cu"), cuda_command(toolkit, arch_list), {}, "")
+            run(["ar", "rcs", kernels, *objects])
+            self.extensions[0].extra_objects = [str(kernels.resolve())]
+            super().build_extensions()
+            folder = Path(self.get_ext_fullpath("focalkern._C")).parent
+            stable = (compiler, folder, Path(torch.__file__).parent / "include", str(torch.__version__))
+            build_stable(*stable, [kernels])
+            if toolkit:
+                build_stable(*stable, [kernels, *(f"-L{path}" for path in runtime), "-lcudart"], toolkit)
 
-    settings = {
-        "name": "focalkern._C",
-        "include_dirs": [os.path.abspath("csrc")],
-        "depends": sorted(path for kind in ("h", "cuh", "def") for path in glob(f"csrc/**/*.{kind}", recursive=True)),
-        "define_macros": [("FOCALKERN_WITH_CUDA", None)] if toolkit else [],
-    }
-    if not toolkit:
-        return CppExtension(sources=host_sources, extra_compile_args={"cxx": HOST_FLAGS}, **settings), BuildAndRecord
-    flags = {"cxx": HOST_FLAGS, "nvcc": ["-O3", "-Xcompiler=-fvisibility=hidden"]}
-    sources = host_sources + sorted(glob("csrc/cuda/*.cu"))
-    return CUDAExtension(sources=sources, extra_compile_args=flags, **settings), BuildAndRecord
+    module = CppExtension(
+        "focalkern._C",
+        bindings,
+        include_dirs=[os.path.abspath("csrc"), *([str(toolkit / "include")] if toolkit else [])],
+        depends=sorted(path for kind in ("h", "def") for path in glob(f"csrc/**/*.{kind}", recursive=True)),
+        define_macros=[("FOCALKERN_WITH_CUDA", None)] if toolkit else [],
+        libraries=["c10_cuda", "torch_cuda", "cudart"] if toolkit else [],
+        library_dirs=runtime,
+        extra_compile_args=HOST_FLAGS,
+        extra_link_args=["-Wl,--exclude-libs,libfocalkern_kernels.a"],
+    )
+    return module, BuildAndRecord
 
 
 class BuildWithoutTorch(build_ext):
@@ -137,7 +141,7 @@ class CheckedDistInfo(dist_info):
             fail(f"building needs the package wheel: pip install wheel, then run: {INSTALL}")
         if native is None and find_spec("torch") is None:
             fail(NO_TORCH)
-        compilers = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+        compilers = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else COMPILERS
         if native is None and not any(map(shutil.which, compilers)):
             fail(f"building needs a C++ compiler ({' or '.join(compilers)}): install one, then run: {INSTALL}; {PLAIN}")
 

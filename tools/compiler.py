@@ -2,12 +2,13 @@
 
 import hashlib
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tools.toolchain import HOST_FLAGS, fail
+from tools.toolchain import HOST_FLAGS, fail, host_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheel"
@@ -31,18 +32,18 @@ class Compiler:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(JOBS)
-        self._text = b"".join(
-            path.read_bytes() for kind in ("*.*h", "*.def") for path in sorted((ROOT / "csrc").rglob(kind))
-        )
         (BUILD / "objects").mkdir(parents=True, exist_ok=True)
 
     def object(self, source: Path, command: Sequence[str | Path], macros: dict[str, str], torch: str) -> Path:
         """The object file of one source. It is compiled with the macros whose names it contains; if it contains none,
         several modules share it."""
-        text = source.read_bytes() + self._text
+        text = b"".join(path.read_bytes() for path in with_includes(source))
         defines = [f"-D{name}={value}" for name, value in macros.items() if name.encode() in text]
         words = [*map(str, command), *defines]
-        key = hashlib.sha256(b"\0".join([text, *(word.encode() for word in words), torch.encode()]))
+        # Without the folder of this copy of the tree: another may share the cache.
+        read_by_nvcc = [os.environ.get(f"NVCC_{part}PEND_FLAGS", "") for part in ("AP", "PRE")]
+        parts = [word.replace(str(ROOT), "") for word in [*words, torch, *read_by_nvcc]]
+        key = hashlib.sha256(b"\0".join([text, *map(str.encode, parts)]))
         target = BUILD / "objects" / f"{source.stem}-{key.hexdigest()[:24]}.o"
         if not target.is_file():
             print("compiling", source.name, torch, *defines, flush=True)
@@ -57,6 +58,19 @@ class Compiler:
         return list(self._pool.map(lambda source: self.object(source, command, macros, torch), sources))
 
 
+def with_includes(source: Path) -> list[Path]:
+    """A source and the files of csrc that it includes, directly or not."""
+    found = {source: None}
+    open_files = [source]
+    while open_files:
+        for name in re.findall(rb'^#include "(.+)"', open_files.pop().read_bytes(), re.MULTILINE):
+            path = ROOT / "csrc" / name.decode()
+            if path not in found and path.is_file():  # tools/hub.py writes a header that is not in csrc
+                found[path] = None
+                open_files.append(path)
+    return list(found)
+
+
 def sources(pattern: str) -> list[Path]:
     return sorted((ROOT / "csrc").glob(pattern))
 
@@ -68,7 +82,7 @@ EXPORTED = ["-std=c++20", "-fPIC", "-DNDEBUG", *(flag for flag in HOST_FLAGS if 
 def kernel_command(tools: str = "") -> list[str | Path]:
     """Compiles csrc/cpu. ``tools`` is the prefix of a cross-compiler's programs."""
     return [
-        f"{tools}g++",
+        *host_compiler(tools),
         *EXPORTED,
         "-fno-semantic-interposition",
         "-fvisibility-inlines-hidden",
@@ -76,9 +90,33 @@ def kernel_command(tools: str = "") -> list[str | Path]:
     ]
 
 
+def cuda_command(toolkit: Path, architectures: Sequence[str]) -> list[str | Path]:
+    """Compiles csrc/cuda for architectures as TORCH_CUDA_ARCH_LIST names them, such as 8.0 and 9.0+PTX."""
+    codes = []
+    for name in architectures:
+        found = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", name)
+        if found is None:
+            fail(f"TORCH_CUDA_ARCH_LIST must be a list such as '8.0;9.0+PTX', got {name!r} in it")
+        assert found is not None
+        number = found[1] + found[2]
+        codes += [f"sm_{number}"] + ([f"compute_{number}"] if found[3] else [])
+    return [
+        toolkit / "bin" / "nvcc",
+        "-std=c++20",
+        "-O3",
+        # Constants of the standard library in kernels, as in the emulator's tests.
+        "--expt-relaxed-constexpr",
+        # nvcc's default compresses for speed; its machine code takes more than twice as many bytes.
+        "--compress-mode=size",
+        "-Xcompiler=-fPIC,-fvisibility=default",
+        *(f"-gencode=arch={code.replace('sm_', 'compute_')},code={code}" for code in codes),
+        f"-I{ROOT / 'csrc'}",
+    ]
+
+
 def link(target: Path, objects: Sequence[Path], *flags: str | Path, tools: str = "") -> None:
     # $ORIGIN: the libraries are next to the modules. -s: strips all symbols that dynamic linking does not need.
-    command = [f"{tools}g++", "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}"]
+    command = [*host_compiler(tools), "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}"]
     run([*command, *flags, "-o", target])
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.compiler import BUILD, ROOT, Compiler, link, sources, stand_ins
-from tools.toolchain import CPP_FLAGS
+from tools.toolchain import CPP_FLAGS, host_compiler
 
 __all__ = ["build_stable", "stable_command"]
 
@@ -14,7 +14,7 @@ TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 
 def stable_command(torch_headers: Path, tools: str = "") -> list[str | Path]:
     """Compiles csrc/stable. ``tools`` is the prefix of a cross-compiler's programs."""
-    command = [f"{tools}g++", "-std=c++20", "-fPIC", "-DNDEBUG", *CPP_FLAGS, "-O2", TARGET]
+    command = [*host_compiler(tools), "-std=c++20", "-fPIC", "-DNDEBUG", *CPP_FLAGS, "-O2", TARGET]
     return [*command, f"-I{ROOT / 'csrc'}", f"-isystem{torch_headers}"]
 
 

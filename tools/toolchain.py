@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,18 @@ CPP_FLAGS = ["-O3", "-g0", "-fvisibility=hidden"]
 # runtime that torch has loaded, or torch.set_num_threads would not reach these kernels.
 # -fno-trapping-math: the loops over classes vectorize only with it. It changes no result.
 HOST_FLAGS = [*CPP_FLAGS, "-fopenmp", "-fno-trapping-math"]
+COMPILERS = ["g++", "c++", "clang++"]
 
 
 def fail(message: str) -> None:
     sys.exit(f"focalkern: {message}")
+
+
+def host_compiler(tools: str = "") -> list[str]:
+    """The C++ compiler: CXX, or the first that is installed. ``tools`` is the prefix of a cross-compiler's programs."""
+    if tools:
+        return [f"{tools}g++"]
+    return shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, COMPILERS), COMPILERS[0])]
 
 
 def toolkit_folder() -> Path | None:

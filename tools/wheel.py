@@ -35,6 +35,7 @@ from tools.compiler import (
     ROOT,
     TORCH_LIBRARIES,
     Compiler,
+    cuda_command,
     kernel_command,
     link,
     run,
@@ -43,7 +44,7 @@ from tools.compiler import (
 )
 from tools.manylinux import PLATFORM, old_libraries
 from tools.stable import build_stable
-from tools.toolchain import fail, toolkit_folder, toolkit_version
+from tools.toolchain import fail, host_compiler, toolkit_folder, toolkit_version
 
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 # A newer GPU compiles the PTX of the last one.
@@ -94,20 +95,15 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
     compiler, old = Compiler(), old_libraries()
     headers = {torch: headers_of(torch) for torch in torches}  # first: kernels compile for an hour, and pip may fail
     folder.mkdir(parents=True)
-    kernels = compiler.objects(sources("cpu/**/*.cpp"), kernel_command(), {}, "")
-    link(folder / "libfocalkern_cpu.so", kernels, "-Wl,-Bsymbolic", *old)
+    arch_list = [f"{a[:-1]}.{a[-1]}" for a in architectures] if toolkit else []
     if toolkit:
-        newest = architectures[-1]
-        codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in architectures]
-        codes.append(f"arch=compute_{newest},code=compute_{newest}")
-        # Constants of the standard library in kernels, as in builds from source and in the emulator's tests.
-        nvcc = [toolkit / "bin" / "nvcc", "-std=c++20", "-O3", "--expt-relaxed-constexpr"]
-        # nvcc's default compresses for speed; its machine code takes more than twice as many bytes.
-        nvcc += ["-Xcompiler=-fPIC,-fvisibility=default", "--compress-mode=size"]
-        nvcc += [f"-gencode={code}" for code in codes] + [f"-I{ROOT / 'csrc'}"]
+        arch_list[-1] += "+PTX"
         static = [f"-L{path}" for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()]
         runtime = [*static, "-Wl,--exclude-libs,ALL", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-        link(folder / "libfocalkern_cuda.so", compiler.objects(sources("cuda/*.cu"), nvcc, {}, ""), *runtime, *old)
+        objects = compiler.objects(sources("cuda/*.cu"), cuda_command(toolkit, arch_list), {}, "")
+        link(folder / "libfocalkern_cuda.so", objects, *runtime, *old)
+    kernels = compiler.objects(sources("cpu/**/*.cpp"), kernel_command(), {}, "")
+    link(folder / "libfocalkern_cpu.so", kernels, "-Wl,-Bsymbolic", *old)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for torch, include in headers.items():
         minor = "_".join(torch.split(".")[:2])
@@ -115,7 +111,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         where.append(f"-isystem{sysconfig.get_path('include')}")
         where += [f"-isystem{toolkit / 'include'}"] if toolkit else []
         # -O2: bindings check and launch, they have no loops over classes.
-        command = ["g++", *EXPORTED, "-O2", "-fvisibility=hidden", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+        command = [*host_compiler(), *EXPORTED, "-O2", "-fvisibility=hidden", "-DTORCH_API_INCLUDE_EXTENSION_H"]
         ready = precompiled(where, command, f"{torch}-{sys.implementation.cache_tag}")
         libraries = stand_ins(BUILD / "stand_ins", TORCH_LIBRARIES)
         for with_cuda in (False, True) if toolkit else (False,):
@@ -130,9 +126,6 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
     if toolkit:
         build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", "-lfocalkern_cuda", *old], toolkit)
     cuda_version = toolkit_version(toolkit) if toolkit else None
-    arch_list = [f"{a[:-1]}.{a[-1]}" for a in architectures] if toolkit else []
-    if toolkit:
-        arch_list[-1] += "+PTX"
     modules = {".".join(torch.split(".")[:2]): torch for torch in torches}
     (folder / "_build_info.py").write_text(
         '"""The contents of this wheel. Written by tools/wheel.py."""\n\n'

@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-# As setup.py and torch compile them: without implicit conversions of half types.
+# Stricter than a build: without implicit conversions of half types.
 NVCC_FLAGS = [
     "-O3", "-std=c++17", "-w", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fno-gnu-unique", "--no-compress",
     "-DFOCALKERN_TEST_GRID", "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__",
