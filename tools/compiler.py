@@ -1,5 +1,6 @@
 """Compiles and links the sources of csrc. Objects are cached in build/wheel, under a hash of all their inputs."""
 
+import fcntl
 import hashlib
 import os
 import re
@@ -40,16 +41,18 @@ class Compiler:
         text = b"".join(path.read_bytes() for path in with_includes(source))
         defines = [f"-D{name}={value}" for name, value in macros.items() if name.encode() in text]
         words = [*map(str, command), *defines]
+        nvcc = [os.environ.get(f"NVCC_{part}PEND_FLAGS", "") for part in ("AP", "PRE")]
+        inputs = [*words, torch, *(nvcc if Path(command[0]).name == "nvcc" else [])]
         # Without the folder of this copy of the tree: another may share the cache.
-        read_by_nvcc = [os.environ.get(f"NVCC_{part}PEND_FLAGS", "") for part in ("AP", "PRE")]
-        parts = [word.replace(str(ROOT), "") for word in [*words, torch, *read_by_nvcc]]
-        key = hashlib.sha256(b"\0".join([text, *map(str.encode, parts)]))
+        key = hashlib.sha256(b"\0".join([text, *(word.replace(str(ROOT), "").encode() for word in inputs)]))
         target = BUILD / "objects" / f"{source.stem}-{key.hexdigest()[:24]}.o"
-        if not target.is_file():
-            print("compiling", source.name, torch, *defines, flush=True)
-            unfinished = target.with_suffix(f".{os.getpid()}.tmp")
-            run([*words, "-c", source, "-o", unfinished])
-            unfinished.rename(target)
+        with target.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling it
+            if not target.is_file():
+                print("compiling", source.name, torch, *defines, flush=True)
+                unfinished = target.with_suffix(".tmp")
+                run([*words, "-c", source, "-o", unfinished])
+                unfinished.rename(target)
         return target
 
     def objects(
