@@ -4,6 +4,7 @@
 //   L = -m^gamma log p_y
 //   dL/dz_j = (c_y - c_r) p_j - c_y [j = y] + c_r [j = r]
 //     c_y = m^gamma (1 + gamma h),  c_r = m^gamma gamma h e,  h = -p_y log p_y / m
+//   dL/dgamma = -m^gamma log m log p_y
 //
 // With u = 1 - p_y and k = p_r / u, both in [0, 1]: m = u (1 + k), h = phi / (1 + k), and no terms cancel as p_y -> 1.
 //
@@ -65,7 +66,8 @@ struct DualFocalFormula {
     grad.square = Real(0);
     grad.at_target = -(of_target * exponential(row.log_u) + of_rival * p);
     grad.at_special = of_target * p_r + of_rival * (Real(1) - p_r);
-    grad.grad_gamma = Real(0);
+    // At p = 1 the product would be inf * 0; its limit is 0.
+    grad.grad_gamma = row.log_p == Real(0) ? Real(0) : given.factor * (given.log_m * finite_log(-row.log_p));
     return grad;
   }
 };

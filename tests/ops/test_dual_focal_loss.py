@@ -81,7 +81,8 @@ def test_infinite_logits():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("classes", [7, 500])
-def test_the_cpu_kernels_compute_every_form_of_gamma(classes):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_cpu_kernels_compute_every_form_of_gamma(smoothing, classes):
     """The module takes a number. The operator also takes a gamma per sample, with its derivative, and a table."""
     z = torch.randn(4, classes, dtype=torch.float64, requires_grad=True)
     target = torch.randint(classes, (4,))
@@ -90,9 +91,9 @@ def test_the_cpu_kernels_compute_every_form_of_gamma(classes):
     for gamma in (per_sample, table):
         values, edges = (table.gammas, table.edges) if gamma is table else (gamma, None)
         loss, _ = torch.ops.focalkern.focal_loss_forward(
-            z, target, values, edges, None, 0, -100, 0.1, False, False, KIND, 0.0
+            z, target, values, edges, None, 0, -100, smoothing, False, False, KIND, 0.0
         )
-        expected = dual_focal_loss(z, target, gamma, reduction="none", label_smoothing=0.1)
+        expected = dual_focal_loss(z, target, gamma, reduction="none", label_smoothing=smoothing)
         assert_close(loss, expected)
         upstream = torch.randn(4, dtype=torch.float64)
         inputs = (z,) if gamma is table else (z, per_sample)
