@@ -22,5 +22,6 @@ def register_composites() -> torch.library.Library:
         sigmoid_loss_composite,
         spline_map_composite,
     ):
-        library.impl(function.__name__, function, "CompositeImplicitAutograd")
+        # A second import of this package registers them again, which torch 2.11 refuses without allow_override.
+        library.impl(function.__name__, function, "CompositeImplicitAutograd", allow_override=True)
     return library
