@@ -21,6 +21,7 @@ from focalkern.ops._vocab_slices import (
     statistics,
 )
 from focalkern.ops._vocab_soft import Shares, SoftRows, Terms, label_statistics, soft_gradients, soft_losses
+from focalkern.ops.row_sums import row_sums
 
 __all__ = [
     "NOTHING",
@@ -111,20 +112,21 @@ def chunks_over_ranks(
         _cap_(z, options.softcap)
         statistic: RowStatistics | None = None
         if state is None:
+            sums = row_sums(z) if options.return_stats else None
             if terms is not None:
                 losses[where], soft_rows, of_gamma[where] = soft_losses(z, here, some, terms.at(where), z_loss)
                 result[:, where] = torch.stack(soft_rows)
-                statistic = label_statistics(z, here, soft_rows) if options.return_stats else None
+                statistic = label_statistics(z, here, soft_rows) if sums is not None else None
             else:
-                statistic = statistics(z, here)
+                statistic = statistics(z, here, sums)
                 of_row = gamma if gamma is None or gamma.dim() == 0 else gamma[where]
                 loss, slope, rise = slopes(statistic.margin, of_row, settings)
                 if z_loss:
                     loss = loss + z_loss * torch.where(here.counts, statistic.lse, 0.0).square()
                 losses[where], of_gamma[where] = loss * per_row, rise * per_row
                 result[:, where] = torch.stack([*statistic[:3], slope])
-            if statistic is not None and options.return_stats:
-                stats[:, where] = packed_stats(z, here, statistic)
+            if statistic is not None and sums is not None:
+                stats[:, where] = packed_stats(sums, here, statistic)
         if not any(needed):
             continue
         known, scaled = result[:, where], upstream[where] * options.scale

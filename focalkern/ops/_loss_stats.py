@@ -8,7 +8,6 @@ from torch import Tensor
 from focalkern._types import compute_dtype
 from focalkern.ops._collectives import all_reduce
 from focalkern.ops._vocab_slices import RowStatistics, Split
-from focalkern.ops.row_sums import row_sums
 
 __all__ = ["LossStats", "LossWithStats", "packed_stats", "stats_from"]
 
@@ -88,9 +87,10 @@ class LossWithStats(NamedTuple):
     stats: LossStats
 
 
-def packed_stats(z: Tensor, split: Split, rows: RowStatistics) -> Tensor:
-    """[4, n] in float64: log p, entropy, predicted class and log-sum-exp, 0 (-1 for the class) of ignored rows."""
-    (best, rest, fall), index = row_sums(z.detach())
+def packed_stats(found: tuple[Tensor, Tensor], split: Split, rows: RowStatistics) -> Tensor:
+    """[4, n] in float64: log p, entropy, predicted class and log-sum-exp, 0 (-1 for the class) of ignored rows.
+    ``found`` is what ``row_sums`` gives for the slice."""
+    (best, rest, fall), index = found
     # With L the log-sum-exp and m the slice's largest logit, the slice has the part
     # sum_j p_j (L - z_j) = e^(m - L) (sum_j (m - z_j) e^(z_j - m) + (L - m) sum_j e^(z_j - m)) of the entropy.
     gap = rows.log_sum - (best - rows.top)

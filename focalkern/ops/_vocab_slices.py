@@ -188,13 +188,18 @@ class RowStatistics(NamedTuple):
         return cls(top, log_sum, margin, top + log_sum)
 
 
-def statistics(z: Tensor, split: Split) -> RowStatistics:
-    """The statistics of the rows [n, C_r] of a chunk, by two reductions over the ranks.
+def statistics(z: Tensor, split: Split, sums: tuple[Tensor, Tensor] | None = None) -> RowStatistics:
+    """The statistics of the rows [n, C_r] of a chunk, by two reductions over the ranks; ``sums`` are those of
+    ``row_sums`` for the chunk.
 
     Logarithms are added only to differences of logits: added to a logit of 1e20, they would be rounded away.
     """
-    local = torch.ops.focalkern.vocab_slice_statistics if torch.compiler.is_compiling() else _statistics_of_slice
-    top, log_rest, z_y = local(z, split.label, split.owned)
+    if sums is not None:
+        top, log_rest, z_y = _statistics_of_sums(z, split, sums[0])
+    elif torch.compiler.is_compiling():
+        top, log_rest, z_y = torch.ops.focalkern.vocab_slice_statistics(z, split.label, split.owned)
+    else:
+        top, log_rest, z_y = _statistics_of_slice(z, split.label, split.owned)
     # All classes of the slice, without the target, are -inf.
     empty = log_rest == -torch.inf
     rest = torch.where(empty, -torch.inf, top + log_rest)
@@ -230,6 +235,16 @@ def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tenso
         return nothing, nothing.clone(), nothing.clone()
     top, log_rest, z_y = (torch.cat(values) for values in zip(*parts, strict=True))
     return top, log_rest, z_y
+
+
+def _statistics_of_sums(z: Tensor, split: Split, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`_statistics_of_slice`, without a pass over the classes."""
+    top, rest, _ = sums
+    z_y = z.gather(1, split.label.unsqueeze(1)).squeeze(1).double() if z.shape[1] else torch.full_like(top, -torch.inf)
+    # 1 + rest has the terms of all classes. Without the label's it is at least 1, or the label is the largest class.
+    others = rest + torch.where(split.owned, 1.0 - (z_y - top).exp(), 1.0)
+    log_rest = torch.where(top == -torch.inf, -torch.inf, others.log())  # NaN in a row with NaN, as `rest`
+    return top, log_rest, torch.where(split.owned, z_y, -torch.inf)
 
 
 def _statistics_of_block(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
