@@ -255,9 +255,7 @@ std::optional<std::tuple<Tensor, RowStatistics>> row_loss_with_statistics(
   const pybind11::gil_scoped_release release;
   const Inputs inputs{input, target, gamma, edges, weight};
   const bool rows_follow = input.is_cpu() && (input.dim() == 1 || input.dim() == 2) && input.is_contiguous();
-  const bool labels = !is_soft_target(target) && label_smoothing == 0;
-  const bool has_kernel = dispatch_loss(options.kind, [](auto loss) { return kHasStatistics<decltype(loss)>; });
-  if (!rows_follow || !labels || !has_kernel || needs_composite({&input, &target, &gamma}) ||
+  if (!rows_follow || is_soft_target(target) || needs_composite({&input, &target, &gamma}) ||
       !is_direct(inputs, /*grad=*/{})) {
     return std::nullopt;
   }

@@ -55,10 +55,14 @@ struct Cpu {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t row = i * chunk_rows, end_row = std::min(args.rows, row + chunk_rows);
           if constexpr (kHasStatistics<Loss>) {
-            if (of_rows) {
+            if (of_rows && options.label_smoothing == 0) {
               chunks[i] = cpu::row_loss_with_statistics<Loss>(args, *of_rows, row, end_row);
               continue;
             }
+          }
+          if (of_rows) {  // the loss then reads the chunk from the cache
+            const Rows<Scalar> rows{args.rows, args.classes, args.logits};
+            cpu::row_statistics(rows, args.labels, args.ignore_index, *of_rows, row, end_row);
           }
           chunks[i] = cpu::row_loss_forward<Loss>(args, row, end_row);
         }

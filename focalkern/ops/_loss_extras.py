@@ -1,6 +1,6 @@
 """focal_loss with z_loss or return_stats on one process.
 
-On the CPU the forward pass of labels without smoothing, whose rows follow each other, gives the statistics too.
+On the CPU the forward pass of labels, whose rows follow each other, gives the statistics too.
 Otherwise they come from one more read of the logits (:mod:`focalkern.ops.row_sums`). On the CPU the kernels of the loss
 compute the z-loss, too (:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the
 loss over ranks, with one process as the only rank, and other z-losses are added to the loss of the kernel or of plain
@@ -20,7 +20,7 @@ from focalkern.ops._backend import backend_for
 from focalkern.ops._collectives import ALONE
 from focalkern.ops._linear_chunks import is_plain
 from focalkern.ops._loss_stats import LossStats, LossWithStats
-from focalkern.ops._row_loss import check_tensor, check_types, row_loss
+from focalkern.ops._row_loss import check_tensor, check_types, needs_float64, row_loss
 from focalkern.ops._z_loss import adds_z_loss, loss_plus_z_loss, loss_with_z_loss
 from focalkern.ops.focal_loss_vocab_parallel import loss_of_slices, refuse_stats_of_probabilities
 from focalkern.ops.row_sums import row_statistics
@@ -88,7 +88,8 @@ def _in_one_read(
     detach_modulation: bool,
 ) -> LossWithStats | None:
     """The loss whose forward pass gives the statistics; None where it cannot, or where an argument is wrong."""
-    if torch.compiler.is_compiling() or not (is_plain(input) and type(target) in PLAIN_TENSORS):
+    is_traced = torch.compiler.is_compiling() or not (is_plain(input) and type(target) in PLAIN_TENSORS)
+    if is_traced or needs_float64(input, target, label_smoothing):
         return None
     together = getattr(backend_for(input), "row_loss_with_statistics", None)
     if together is None or reduction not in REDUCTIONS:

@@ -20,6 +20,8 @@ OPTIONS = [
     {"gamma": TABLE},
     {"gamma": 1.0, "modulation": "confidence", "reduction": "none"},
     {"gamma": 2.0, "detach_modulation": True},
+    {"gamma": 2.0, "label_smoothing": 0.1},
+    {"gamma": TABLE, "label_smoothing": 0.1, "reduction": "none"},
 ]
 
 
