@@ -137,12 +137,18 @@ class AutoCalibrator(FitsBatches):
             raise type(error)(f"AutoCalibrator: {error}") from None
 
     def _fit(self, rows: FitData) -> dict[str, Any]:
-        input, target = rows.input, rows.target
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
         folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
         try:
             cross_validation = cross_validate(
-                input, target, candidates, criterion=self.criterion, folds=folds, seed=seed, weight=rows.weight
+                rows.input,
+                rows.target,
+                candidates,
+                criterion=self.criterion,
+                folds=folds,
+                seed=seed,
+                weight=rows.weight,
+                only_chosen=True,
             )
         except (TypeError, ValueError) as error:
             raise renamed("AutoCalibrator", error) from None

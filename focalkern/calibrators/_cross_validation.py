@@ -45,6 +45,7 @@ def cross_validate(
     folds: int,
     seed: int,
     weight: Tensor | None = None,
+    only_chosen: bool = False,
 ) -> CrossValidation:
     """Cross-validate the candidates on samples in memory.
 
@@ -53,6 +54,7 @@ def cross_validate(
         labels: [N] int64.
         candidates: result of :func:`as_candidates`.
         weight: [N] float64 > 0, for the fits and the mean losses; None for equal weights.
+        only_chosen: leave out the calibrators of spline scalings that are not chosen.
     """
     rows, device = len(labels), input.device
     folds = min(folds, rows)
@@ -61,9 +63,10 @@ def cross_validate(
     on_device = fold.to(device)
     source = rows_of(FitData(input, labels, weight))
     order, sizes = fold.argsort(stable=True).to(device), torch.bincount(fold, minlength=folds).tolist()
-    of_folds = [(input[places], labels[places]) for places in order.split(sizes)]
+    truth = labels[order]
+    of_folds = [input[places] for places in order.split(sizes)]
     fits = FoldFits(source, candidates, lambda number: on_device[number], folds)
-    entries, losses = [], []
+    entries, losses, unfinished = [], [], []
     for name, candidate in candidates.items():
         loss = torch.full((2, rows), math.nan, dtype=torch.float64, device=device)
         excluded, fitted = "", None
@@ -74,20 +77,21 @@ def cross_validate(
                 fitted, of_none = _without_calibration(input, labels, candidate.input_kind, criterion, weight)
                 loss = of_none if folds else loss
             elif not excluded:
-                fitted = fits.fitted(candidate) or fit_one(candidate, input, labels, None, weight)
+                takes = fits.takes(candidate)
+                fitted = fits.fit(candidate) if takes else fit_one(candidate, input, labels, None, weight)
+                unfinished += [name] if fitted is None else []
             found = []
-            for k, (held_out, truth) in enumerate(of_folds if folds and name != "none" and not excluded else ()):
+            for k, held_out in enumerate(of_folds if folds and name != "none" and not excluded else ()):
                 if fits.takes(candidate):
-                    log_probs = fits.held_out(candidate, k)(held_out.to(torch.float64))
+                    found.append(fits.held_out(candidate, k)(held_out.to(torch.float64)))
                 else:
                     kept = on_device != k
                     of_fit = None if weight is None else weight[kept]
                     part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
                     stopped = stopped or getattr(part, "at_border_", ())
-                    log_probs = log_proba(part, held_out)
-                found.append(losses_of(log_probs, truth, criterion))
+                    found.append(log_proba(part, held_out))
             if found:
-                loss[:, order] = torch.cat(found, 1)
+                loss[:, order] = losses_of(torch.cat(found), truth, criterion)
         # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
         except Exception as error:
             if name == "none":
@@ -107,9 +111,15 @@ def cross_validate(
         entries.append(CandidateScore(name, fitted, float(mean), excluded=excluded, keeps_predictions=keeps))
         losses.append(loss)
     decided = decide(entries, torch.stack([one[0] for one in losses]), criterion=criterion, folds=folds, weight=weight)
+    finished = tuple(
+        replace(entry, calibrator=fits.fitted(candidates[entry.name]))
+        if entry.name in unfinished and (place == decided.chosen or not only_chosen)
+        else entry
+        for place, entry in enumerate(decided.entries)
+    )
     difference = (losses[decided.chosen] - losses[0])[1:]
     pairs = weighted_pairs(difference, torch.ones(rows, dtype=torch.float64) if weight is None else weight.cpu())
-    return replace(decided, brier=pairs(0, None)) if folds else decided
+    return replace(decided, entries=finished, brier=pairs(0, None) if folds else decided.brier)
 
 
 def _without_calibration(
@@ -174,9 +184,18 @@ class FoldFits:
         return found or (self._why_not_matrix if candidate.kind == "matrix" else "")
 
     def fitted(self, candidate: Any) -> Any:
-        """The candidate fitted to all rows; None if it is of another class."""
-        if not self.takes(candidate):
-            return None
+        """The candidate fitted to all rows."""
+        found = self.fit(candidate)
+        if found is None:
+            found = self._fits[float(candidate.penalty), candidate.input_kind].fitted(candidate, self._class_counts)
+        return found
+
+    def fit(self, candidate: Any) -> Any:
+        """Fits the candidate to all rows and without each fold.
+
+        Returns:
+            The candidate fitted to all rows; None for a spline scaling, for which :meth:`fitted` computes more.
+        """
         candidate._check_parameters()
         kind = candidate.input_kind
         if isinstance(candidate, RobustTemperatureScaling):
@@ -189,7 +208,7 @@ class FoldFits:
             parts = (self._without(k) for k in range(self._folds))
             held_out = (self._within(k) for k in range(self._folds))
             self._fits[key] = SplineFolds(self._source, alike, parts, held_out, self._temperatures.get(kind))
-        return self._fits[key].fitted(candidate, self._class_counts)
+        return None
 
     def held_out(self, candidate: Any, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""

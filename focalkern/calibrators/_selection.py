@@ -26,8 +26,7 @@ class CandidateScore:
 
     Attributes:
         name: name of the candidate.
-        calibrator: the candidate fitted on all rows; None if the fit failed, or if rows are streamed and the calibrator
-            is not needed yet.
+        calibrator: the candidate fitted on all rows; None if the fit failed or the calibrator is not needed.
         loss: mean loss, each row with a fit that did not see it; NaN if a fit failed.
         difference, error: the mean paired difference from the chosen candidate, and its standard error.
         excluded: the reason for exclusion, as the end of a sentence that begins with the name; empty if the candidate

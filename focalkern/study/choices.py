@@ -83,15 +83,17 @@ def automatic_choice(
     folds: int,
     seed: int,
     with_focal: bool,
+    brief: bool = False,
 ) -> Choice:
     """The candidates and the paper's two scalings. If the criterion is the ECE, the paper's focal scaling is chosen.
 
     Args:
         with_focal: add focal temperature scaling by the proper loss, for comparison with the candidates.
+        brief: only the results that a sweep shows.
     """
     proper = settings.proper
     cross_validation = cross_validate_samples(
-        validation, candidates, searched, settings.gammas, criterion=proper, folds=folds, seed=seed
+        validation, candidates, searched, settings.gammas, criterion=proper, folds=folds, seed=seed, only_chosen=brief
     )
     others = []
     if with_focal and validation.memory is None:
@@ -102,7 +104,8 @@ def automatic_choice(
     of_paper = _of_grid(searched, settings, ("ece",), validation)
     results = [*_of_cross_validation(cross_validation), *others, *of_paper]
     chosen = len(results) - 1 if settings.criterion == "ece" else cross_validation.chosen
-    return Choice(results, chosen, cross_validation)
+    choice = Choice(results, chosen, cross_validation)
+    return choice.brief() if brief else choice
 
 
 def named_method(validation: Samples, settings: Settings, searched: GridSearch) -> Choice:

@@ -233,11 +233,10 @@ def run_study(
     )
     if auto:
         with_focal = candidates is None
-        choice = automatic_choice(validation, settings, searched, made, folds=folds, seed=seed, with_focal=with_focal)
+        options: Any = {"folds": folds, "seed": seed, "with_focal": with_focal, "brief": brief}
+        choice = automatic_choice(validation, settings, searched, made, **options)
     else:
         choice = named_method(validation, settings, searched)
-    if brief:
-        choice = choice.brief()
     only_test = ("accuracy", "nll", "brier", f"ece_{report_estimator}") if brief else None
     results = scored(choice.results, validation, test, n_bins, only_test)
     chosen = None if choice.chosen is None else results[choice.chosen]

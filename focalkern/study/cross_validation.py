@@ -36,6 +36,7 @@ def cross_validate_samples(
     criterion: Proper,
     folds: int,
     seed: int,
+    only_chosen: bool = False,
 ) -> CrossValidation:
     """Cross-validation of unfitted candidates.
 
@@ -46,12 +47,15 @@ def cross_validate_samples(
         search: the result of :func:`search_grid` with these folds.
         gammas: grid of focal temperature scaling.
         criterion, folds, seed: settings of the cross-validation.
+        only_chosen: for samples in memory, leave out the calibrators of spline scalings that are not chosen.
     """
     if isinstance(samples, StreamedSamples):
         return _streamed_cross_validation(samples, candidates, search, gammas, criterion)
     assert samples.memory is not None
     input, labels = samples.memory.input.to(torch.float64), samples.memory.labels
-    return cross_validate(input, labels, candidates, criterion=criterion, folds=folds, seed=seed)
+    return cross_validate(
+        input, labels, candidates, criterion=criterion, folds=folds, seed=seed, only_chosen=only_chosen
+    )
 
 
 def _streamed_cross_validation(

@@ -161,6 +161,18 @@ def test_splines_are_those_of_fits_that_did_not_see_the_row(weighted):
         as_candidates(("temperature", "isotonic", "spline-vector"), "nll", "logits", keep_predictions=True)
 
 
+def test_only_the_chosen_spline_is_completed_on_request():
+    logits, labels = draw(300, 4)
+    logits[:, 0] += 2  # which only an intercept corrects
+    candidates = as_candidates(("temperature", "spline", "spline-vector"), "nll", "logits")
+    every = cross_validate(logits, labels, candidates, criterion="nll", folds=5, seed=0)
+    found = cross_validate(logits, labels, candidates, criterion="nll", folds=5, seed=0, only_chosen=True)
+    assert found.table() == every.table() and found.winner.name == "spline-vector"
+    assert [entry.calibrator is None for entry in found.entries] == [False, False, True, False]
+    assert found.winner.calibrator.best_value_ == every.winner.calibrator.best_value_
+    assert found.winner.calibrator.n_changed_ == every.winner.calibrator.n_changed_ > 0
+
+
 def test_a_matrix_needs_three_classes_and_two_rows_for_each():
     found = cross_validate(*draw(200, 2), as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0)
     assert found.entries[4].excluded == "adds nothing to spline vector scaling with 2 classes"
