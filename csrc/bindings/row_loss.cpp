@@ -15,8 +15,10 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -193,6 +195,40 @@ std::tuple<Tensor, Tensor> forward_autograd(const Inputs& inputs, const Options&
 
 // ---- the eager entry -----------------------------------------------------------------------------------------------
 
+// The dimensions of logits [N, C, d1, d2, ...] with the pixels in the order of their strides, if only that spares a
+// copy of the logits and of their gradient; otherwise empty.
+std::vector<int64_t> order_of_strides(const Tensor& input) {
+  if (input.dim() < 4 || input.is_meta() || row_layout(input, 1, input.is_cpu())) return {};
+  std::vector<int64_t> order(input.dim());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin() + 2, order.end(),
+                   [&](int64_t one, int64_t other) { return input.stride(one) > input.stride(other); });
+  if (!row_layout(input.permute(order), 1, input.is_cpu())) return {};
+  return order;
+}
+
+Tensor row_loss(Tensor input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
+                const OptionalTensor& weight, Options options);
+
+// The loss of logits [N, C, d1, d2, ...] whose dimensions are put in this order, with those of the result put back.
+Tensor reordered_row_loss(const Inputs& inputs, const Options& options, const std::vector<int64_t>& order) {
+  check_arguments(inputs, options);
+  const auto& [input, target, gamma, edges, weight] = inputs;
+  std::vector<int64_t> of_rows{0}, back(order.size() - 1);  // without the classes
+  for (auto d = order.begin() + 2; d < order.end(); ++d) of_rows.push_back(*d - 1);
+  for (int64_t d = 0; d < static_cast<int64_t>(of_rows.size()); ++d) back[of_rows[d]] = d;
+  const bool per_row = gamma.defined() && !edges.has_value() && gamma.dim() > 0;
+  const Tensor gammas = per_row ? gamma.expand(C10_AS_INTARRAYREF_SLOW(loss_shape(input))).permute(of_rows) : gamma;
+  try {
+    const Tensor loss = row_loss(input.permute(order), target.permute(is_soft_target(target) ? order : of_rows), gammas,
+                                 edges, weight, options);
+    return options.reduction == kNone ? loss.permute(back).contiguous() : loss;
+  } catch (const c10::IndexError&) {  // it counts the rows in the other order
+    check_labels_on_device(name_of(options), target, input.size(1), options.ignore_index);
+    throw;
+  }
+}
+
 Tensor row_loss(Tensor input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
                 const OptionalTensor& weight, Options options) {
   options.float32_loss = autocasts(input);
@@ -216,6 +252,7 @@ Tensor row_loss(Tensor input, const Tensor& target, const Tensor& gamma, const O
     return composite_loss(inputs, options);
   }
   check_device(name_of(options), input);
+  if (const auto order = order_of_strides(input); !order.empty()) return reordered_row_loss(inputs, options, order);
   if (!is_direct(inputs, /*grad=*/{})) return std::get<0>(call_row_loss_forward(inputs, options));
   auto [loss, saved] = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;

@@ -38,6 +38,10 @@ LAYOUTS = {
     "a window of channels last": lambda z: F.pad(z, (1, 2, 2, 1)).contiguous(memory_format=torch.channels_last)[
         ..., 2:-1, 1:-2
     ],
+    "transposed pixels": lambda z: z.transpose(2, 3).contiguous().transpose(2, 3),
+    "a window of transposed pixels": lambda z: (
+        F.pad(z, (1, 2, 2, 1)).transpose(2, 3).contiguous().transpose(2, 3)[..., 2:-1, 1:-2]
+    ),
     "rows repeated by a stride of 0": lambda z: z[:1].expand(z.shape),
     "columns repeated by a stride of 0": lambda z: z[..., :1].expand(z.shape),
     "an offset into storage": lambda z: torch.cat([z.new_zeros(3), z.flatten()])[3:].view(z.shape),
@@ -84,6 +88,14 @@ def test_crops_of_images(dtype, memory_format, classes, size):
             # The order of a sum may follow the layout, so bfloat16 results may round to the neighbour.
             rtol = 2**-7 if dtype == torch.bfloat16 else 1e-5
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6)
+
+
+def test_a_wrong_label_of_transposed_pixels_names_its_row():
+    z, target = torch.randn(2, 4, 3, 5), torch.zeros(2, 3, 5, dtype=torch.int64)
+    target[0, 1, 2] = 9
+    for values in (z, z.transpose(2, 3).contiguous().transpose(2, 3)):
+        with pytest.raises(IndexError, match="got 9 at row 7"):
+            fk.focal_loss(values, target)
 
 
 def test_strides_and_lazy_negation_of_the_other_arguments(device):
