@@ -92,7 +92,7 @@ $(BIN)/python:
 # torch comes first, alone and in the exact version: other packages would accept another version.
 $(TORCH_STAMP): | $(BIN)/python
 	rm -f $(VENV)/.stamp-*
-	$(PIP) install $(TORCH) setuptools wheel ninja
+	$(PIP) install $(TORCH) setuptools wheel
 	touch $@
 
 $(INSTALL_STAMP): $(TORCH_STAMP) pyproject.toml setup.py

@@ -10,7 +10,6 @@ several releases of torch. FOCALKERN_REPOSITORY is the address for the links of 
 import os
 import shutil
 import sys
-import sysconfig
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +20,11 @@ from setuptools.command.build_py import build_py
 from setuptools.command.dist_info import dist_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tools.bindings import build_binding
 from tools.compiler import Compiler, cuda_command, kernel_command, run, sources
 from tools.long_description import long_description, version_of
 from tools.stable import build_stable
-from tools.toolchain import COMPILERS, HOST_FLAGS, fail, toolkit_folder, toolkit_version
+from tools.toolchain import COMPILERS, fail, toolkit_folder, toolkit_version
 
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 INSTALL = "pip install --no-build-isolation ."
@@ -70,61 +70,39 @@ def extension() -> tuple[Extension, type[build_ext]]:
         return Extension("focalkern._C", bindings), BuildWithoutTorch
 
     toolkit = cuda_toolkit(torch.version.cuda, getattr(torch.version, "hip", None))
+    arch_list, runtime = [], []
     if toolkit:
-        os.environ["CUDA_HOME"] = str(toolkit)  # torch would search another one when cpp_extension is imported
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
-    arch_list = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if toolkit else []
-    runtime = [str(path) for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()] if toolkit else []
-    # BuildExtension starts ninja by name; pip does not put the environment's scripts on PATH.
-    os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", "")
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+        arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST).replace(" ", ";").split(";")
+        runtime = [f"-L{path}" for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()] + ["-lcudart"]
+        print(f"focalkern: building with CUDA kernels for {';'.join(arch_list)}, by {toolkit}")
 
-    class BuildAndRecord(BuildExtension):
-        """Links kernels and bindings, and writes focalkern/_build_info.py for the check before the import."""
+    class BuildAndRecord(build_ext):
+        """Compiles and links the modules, and writes focalkern/_build_info.py for the check before the import."""
 
         def run(self) -> None:
-            # Without force, setuptools would keep the old module for another torch or another FOCALKERN_CUDA. ninja
-            # still compiles nothing twice; pip install --editable needs a fixed folder for that, not a temporary one.
-            self.force = True
-            if self.editable_mode:
-                self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
-            super().run()
-            Path(self.get_ext_fullpath("focalkern._C")).with_name("_build_info.py").write_text(
-                '"""The settings with which focalkern._C was built. Written by setup.py."""\n\n'
-                f"TORCH = {str(torch.__version__)!r}\nCUDA: str | None = {torch.version.cuda if toolkit else None!r}\n"
-                f"ARCH_LIST: list[str] = {arch_list!r}\n"
-            )
-
-        def build_extensions(self) -> None:
+            compiler, target = Compiler(), Path(self.get_ext_fullpath("focalkern._C"))
+            headers, release = Path(torch.__file__).parent / "include", str(torch.__version__)
             # The linker takes the needed objects of an archive, and can hide their symbols.
-            compiler = Compiler()
             kernels = Path(self.build_temp, "libfocalkern_kernels.a")
-            kernels.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (kernels.parent, target.parent):
+                folder.mkdir(parents=True, exist_ok=True)
             kernels.unlink(missing_ok=True)
             objects = compiler.objects(sources("cpu/**/*.cpp"), kernel_command(), {}, "")
             if toolkit:
                 objects += compiler.objects(sources("cuda/*.cu"), cuda_command(toolkit, arch_list), {}, "")
             run(["ar", "rcs", kernels, *objects])
-            self.extensions[0].extra_objects = [str(kernels.resolve())]
-            super().build_extensions()
-            folder = Path(self.get_ext_fullpath("focalkern._C")).parent
-            stable = (compiler, folder, Path(torch.__file__).parent / "include", str(torch.__version__))
-            build_stable(*stable, [kernels])
+            flags = [kernels, f"-Wl,--exclude-libs,{kernels.name}", *runtime]
+            build_binding(compiler, target, headers, release, toolkit, *flags)
+            build_stable(compiler, target.parent, headers, release, [kernels])
             if toolkit:
-                build_stable(*stable, [kernels, *(f"-L{path}" for path in runtime), "-lcudart"], toolkit)
+                build_stable(compiler, target.parent, headers, release, [kernels, *runtime], toolkit)
+            target.with_name("_build_info.py").write_text(
+                '"""The settings with which focalkern._C was built. Written by setup.py."""\n\n'
+                f"TORCH = {release!r}\nCUDA: str | None = {torch.version.cuda if toolkit else None!r}\n"
+                f"ARCH_LIST: list[str] = {arch_list!r}\n"
+            )
 
-    module = CppExtension(
-        "focalkern._C",
-        bindings,
-        include_dirs=[os.path.abspath("csrc"), *([str(toolkit / "include")] if toolkit else [])],
-        depends=sorted(path for kind in ("h", "def") for path in glob(f"csrc/**/*.{kind}", recursive=True)),
-        define_macros=[("FOCALKERN_WITH_CUDA", None)] if toolkit else [],
-        libraries=["c10_cuda", "torch_cuda", "cudart"] if toolkit else [],
-        library_dirs=runtime,
-        extra_compile_args=HOST_FLAGS,
-        extra_link_args=["-Wl,--exclude-libs,libfocalkern_kernels.a"],
-    )
-    return module, BuildAndRecord
+    return Extension("focalkern._C", bindings), BuildAndRecord
 
 
 class BuildWithoutTorch(build_ext):

@@ -5,8 +5,9 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from tools.toolchain import HOST_FLAGS, fail, host_compiler
@@ -22,6 +23,19 @@ def run(command: Sequence[str | Path], **options: object) -> None:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)  # type: ignore[call-overload]
     if done.returncode != 0:
         fail(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits while another process holds the lock, which may be compiling the same file."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def release_of(torch: str) -> str:
+    """The release of torch, whose CPU and CUDA builds have the same headers."""
+    return torch.split("+")[0]
 
 
 def output_of(*command: str | Path) -> str:
@@ -42,12 +56,13 @@ class Compiler:
         defines = [f"-D{name}={value}" for name, value in macros.items() if name.encode() in text]
         words = [*map(str, command), *defines]
         nvcc = [os.environ.get(f"NVCC_{part}PEND_FLAGS", "") for part in ("AP", "PRE")]
-        inputs = [*words, torch, *(nvcc if Path(command[0]).name == "nvcc" else [])]
+        # Not the folders of the headers of torch and Python, whose releases `torch` names.
+        known = [word for word in words if not (torch and word.startswith("-isystem"))]
+        inputs = [*known, torch, *(nvcc if Path(command[0]).name == "nvcc" else [])]
         # Without the folder of this copy of the tree: another may share the cache.
         key = hashlib.sha256(b"\0".join([text, *(word.replace(str(ROOT), "").encode() for word in inputs)]))
         target = BUILD / "objects" / f"{source.stem}-{key.hexdigest()[:24]}.o"
-        with target.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling it
+        with locked(target.with_suffix(".lock")):
             if not target.is_file():
                 print("compiling", source.name, torch, *defines, flush=True)
                 unfinished = target.with_suffix(".tmp")
@@ -128,5 +143,7 @@ def stand_ins(folder: Path, names: Sequence[str], tools: str = "") -> list[str |
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         library = folder / f"lib{name}.so"
-        run([f"{tools}gcc", "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{library.name}", "-o", library])
+        unfinished = library.with_suffix(f".{os.getpid()}")  # another process may be linking with it
+        run([*host_compiler(tools), "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{library.name}", "-o", unfinished])
+        unfinished.rename(library)
     return ["-Wl,--no-as-needed", f"-L{folder}", *(f"-l{name}" for name in names)]

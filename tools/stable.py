@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.compiler import BUILD, ROOT, Compiler, link, sources, stand_ins
+from tools.compiler import BUILD, ROOT, Compiler, link, release_of, sources, stand_ins
 from tools.toolchain import CPP_FLAGS, host_compiler
 
 __all__ = ["build_stable", "stable_command"]
@@ -32,7 +32,7 @@ def build_stable(
     command = stable_command(torch_headers, tools)
     command += ["-DUSE_CUDA"] if toolkit else []  # declares what torch has for CUDA alone
     macros = {"FOCALKERN_WITH_CUDA": "1"} if toolkit else {}
-    objects = compiler.objects(sources("stable/*.cpp"), command, macros, f"stable {torch}")
+    objects = compiler.objects(sources("stable/*.cpp"), command, macros, f"stable {release_of(torch)}")
     names = ["c10", "torch", "torch_cpu", *(["torch_cuda"] if toolkit else [])]
     target = folder / ("_C_stable_cuda.abi3.so" if toolkit else "_C_stable.abi3.so")
     torch_libraries = stand_ins(BUILD / f"{tools}stand_ins", names, tools)

