@@ -281,13 +281,14 @@ Tensor row_loss_entry(const Tensor& input, const Tensor& target, const pybind11:
   return row_loss(input, target, gamma_tensor, edges, weight, options);
 }
 
-// The loss and the statistics of the rows, from one read of the logits; nothing where only two calls compute them.
-std::optional<std::tuple<Tensor, RowStatistics>> row_loss_with_statistics(
+// The loss, what it saves, and the statistics of the rows, from one read of the logits; nothing where only two calls
+// compute them.
+std::optional<std::tuple<Tensor, Tensor, RowStatistics>> row_loss_with_statistics(
     const Tensor& input, const Tensor& target, const pybind11::object& number_or_tensor, const OptionalTensor& edges,
     const OptionalTensor& weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
-    bool detach_modulation, int64_t kind) {
-  auto options = options_of(reduction, ignore_index, label_smoothing, detach_modulation, autocasts(input), kind,
-                            /*epsilon=*/0);
+    bool detach_modulation, int64_t kind, bool float32_loss) {
+  auto options = options_of(reduction, ignore_index, label_smoothing, detach_modulation,
+                            float32_loss || autocasts(input), kind, /*epsilon=*/0);
   const Tensor gamma = set_gamma(number_or_tensor, options);
   const pybind11::gil_scoped_release release;
   const Inputs inputs{input, target, gamma, edges, weight};
@@ -303,7 +304,7 @@ std::optional<std::tuple<Tensor, RowStatistics>> row_loss_with_statistics(
     return forward_with<Cpu>(inputs, options, &statistics);
   }();
   record(loss, saved, inputs, options);
-  return std::tuple{loss, statistics};
+  return std::tuple{loss, saved, statistics};
 }
 
 Tensor focal_loss_entry(const Tensor& input, const Tensor& target, const pybind11::object& gamma,

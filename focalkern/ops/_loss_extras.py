@@ -23,7 +23,7 @@ from focalkern.ops._loss_stats import LossStats, LossWithStats
 from focalkern.ops._row_loss import check_tensor, check_types, needs_float64, row_loss
 from focalkern.ops._z_loss import adds_z_loss, loss_plus_z_loss, loss_with_z_loss
 from focalkern.ops.focal_loss_vocab_parallel import loss_of_slices, refuse_stats_of_probabilities
-from focalkern.ops.row_sums import row_statistics
+from focalkern.ops.row_sums import Statistics, row_statistics
 
 __all__ = ["loss_with_extras"]
 
@@ -55,22 +55,24 @@ def loss_with_extras(
         found = _in_one_read(kind, input, target, gamma, *arguments)
         if found is not None:
             return found
+    of_rows = None
     if not z_loss:
         loss = row_loss(op, kind, input, target, gamma, 0.0, *arguments)
     else:
-        loss = _with_z_loss(op, kind, input, target, gamma, *arguments, z_loss, apart)
+        loss, of_rows = _with_z_loss(op, kind, input, target, gamma, *arguments, z_loss, return_stats, apart)
     if not return_stats:
         return loss
     if transformed:
         raise NotImplementedError(f"{op}: torch.func does not transform return_stats=True; leave it out")
     with torch.no_grad():
-        z = input.detach()
-        rows = z if z.dim() == 2 else z.movedim(class_dim, -1).reshape(target.numel(), -1)
-        stats = _stats(row_statistics(rows, target.reshape(-1), ignore_index), target)
-    return LossWithStats(loss, stats)
+        if of_rows is None:
+            z = input.detach()
+            rows = z if z.dim() == 2 else z.movedim(class_dim, -1).reshape(target.numel(), -1)
+            of_rows = row_statistics(rows, target.reshape(-1), ignore_index)
+        return LossWithStats(loss, _stats(of_rows, target))
 
 
-def _stats(of_rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], target: Tensor) -> LossStats:
+def _stats(of_rows: Statistics, target: Tensor) -> LossStats:
     log_p, entropy, lse, predicted, correct, counts = of_rows
     stats = LossStats(log_p, entropy, predicted, correct, lse, counts)
     return stats if target.dim() == 1 else LossStats(*(field.reshape(target.shape) for field in stats))
@@ -97,12 +99,12 @@ def _in_one_read(
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
-    options = (REDUCTIONS.index(reduction), ignore_index, label_smoothing, detach_modulation, kind)
+    options = (REDUCTIONS.index(reduction), ignore_index, label_smoothing, detach_modulation, kind, False)
     try:
         found = together(input, target, gamma, edges, weight, *options)
     except (TypeError, ValueError, IndexError, RuntimeError):  # the loss alone raises an error that names the function
         return None
-    return None if found is None else LossWithStats(found[0], _stats(found[1], target))
+    return None if found is None else LossWithStats(found[0], _stats(found[2], target))
 
 
 def _with_z_loss(
@@ -117,23 +119,25 @@ def _with_z_loss(
     label_smoothing: float,
     detach_modulation: bool,
     z_loss: float,
+    return_stats: bool,
     apart: bool,
-) -> Any:
+) -> tuple[Any, Statistics | None]:
+    """The loss, and the statistics where its kernel gives them, too."""
     check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
     edges, values = (gamma.edges, gamma.gammas) if isinstance(gamma, GammaTable) else (None, gamma)
     check_arguments(op, input, target, values, edges, weight, ignore_index, label_smoothing)
     arguments = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
     if not apart and adds_z_loss(kind, input, target, label_smoothing):
         try:
-            return loss_with_z_loss(op, kind, input, target, gamma, *arguments, z_loss)
+            return loss_with_z_loss(op, kind, input, target, gamma, *arguments, z_loss, return_stats)
         except IndexError:  # the kernel checks the labels, but names its own loss
             check_range(op, target, input.shape[min(input.dim() - 1, 1)], ignore_index)
             raise
     if not (torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()):
         check_range(op, target, input.shape[min(input.dim() - 1, 1)], ignore_index)
     if apart or target.is_floating_point() or label_smoothing:
-        return loss_plus_z_loss(op, kind, input, target, gamma, *arguments, z_loss, apart)
-    return loss_of_slices(
+        return loss_plus_z_loss(op, kind, input, target, gamma, *arguments, z_loss, apart), None
+    loss = loss_of_slices(
         op,
         kind,
         input.movedim(min(input.dim() - 1, 1), -1),
@@ -146,3 +150,4 @@ def _with_z_loss(
         detach_modulation=detach_modulation,
         z_loss=z_loss,
     )
+    return loss, None

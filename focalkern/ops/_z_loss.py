@@ -18,6 +18,7 @@ from focalkern.ops._linear_chunks import is_plain
 from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
 from focalkern.ops._vocab_slices import Split
 from focalkern.ops.focal_loss_vocab_parallel import plain_statistics, reduced, statistics_of
+from focalkern.ops.row_sums import Statistics
 
 __all__ = ["adds_z_loss", "loss_plus_z_loss", "loss_with_z_loss"]
 
@@ -48,10 +49,13 @@ def loss_with_z_loss(
     label_smoothing: float,
     detach_modulation: bool,
     z_loss: float,
-) -> Tensor:
-    """The row loss number ``kind`` plus the z-loss, of arguments that are checked."""
+    return_stats: bool,
+) -> tuple[Tensor, Statistics | None]:
+    """The row loss number ``kind`` plus the z-loss, of arguments that are checked; with ``return_stats`` also the
+    statistics of the rows, where the forward pass gives them."""
     dtype = loss_dtype(input, target)
     if dtype == torch.float64 or needs_float64(input, target, label_smoothing):
+        return_stats = return_stats and input.dtype == torch.float64
         input = input.double()
     edges = None
     if isinstance(gamma, GammaTable):
@@ -61,8 +65,10 @@ def loss_with_z_loss(
         compiling = torch.compiler.is_compiling()
         gamma = torch.zeros((), dtype=torch.float64) + gamma if compiling else torch.tensor(gamma, dtype=torch.float64)
     options = (op, kind, REDUCTIONS.index(reduction), ignore_index, label_smoothing, detach_modulation, z_loss)
-    loss: Tensor = _LossWithZLoss.apply(input, target, gamma, edges, weight, *options)  # type: ignore[no-untyped-call]
-    return loss.to(dtype)
+    found = _LossWithZLoss.apply(input, target, gamma, edges, weight, *options, return_stats)  # type: ignore[no-untyped-call]
+    if isinstance(found, Tensor):
+        return found.to(dtype), None
+    return found[0].to(dtype), found[1:]
 
 
 class _LossWithZLoss(torch.autograd.Function):
@@ -81,21 +87,31 @@ class _LossWithZLoss(torch.autograd.Function):
         label_smoothing: float,
         detach_modulation: bool,
         z_loss: float,
-    ) -> Tensor:
+        return_stats: bool,
+    ) -> Tensor | tuple[Tensor, ...]:
         tensors = (input, target, gamma, edges, weight)
         options = (reduction, ignore_index, label_smoothing, detach_modulation)
-        loss, saved = torch.ops.focalkern.focal_loss_forward(*tensors, *options, True, kind, 0.0)
         soft = target.is_floating_point() or label_smoothing > 0
         use_module = is_plain(input) and not torch.compiler.is_compiling()
-        add = backend_for(input).z_loss if use_module else fallback.z_loss
-        loss, edited = add(loss, saved, input, target, weight, ignore_index, soft, reduction, z_loss)
+        backend = backend_for(input) if use_module else fallback
+        together, found = getattr(backend, "row_loss_with_statistics", None), None
+        if return_stats and together is not None:
+            found = together(*tensors, *options, kind, True)
+        if found is None:
+            loss, saved = torch.ops.focalkern.focal_loss_forward(*tensors, *options, True, kind, 0.0)
+        else:
+            loss, saved, of_rows = found
+        loss, edited = backend.z_loss(loss, saved, input, target, weight, ignore_index, soft, reduction, z_loss)
         # The derivative in gamma of labels without smoothing needs the numbers of the row loss.
         ctx.save_for_backward(*tensors, edited, saved if ctx.needs_input_grad[2] else None)
         ctx.arguments = (op, kind, *options, z_loss)
-        return loss
+        if found is None:
+            return loss
+        ctx.mark_non_differentiable(*of_rows)
+        return loss, *of_rows
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> Any:
         *tensors, edited, saved = ctx.saved_tensors
         _, target, _, edges, _ = tensors
         _, kind, *options, _ = ctx.arguments
@@ -121,7 +137,7 @@ class _LossWithZLoss(torch.autograd.Function):
         ), *_NO_GRADIENTS
 
 
-_NO_GRADIENTS = (None,) * 9
+_NO_GRADIENTS = (None,) * 10
 
 
 def _differentiable(

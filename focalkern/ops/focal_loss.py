@@ -145,7 +145,7 @@ def focal_loss(
             classes compute both terms in one pass over the logits, forward and backward; for smoothing and class
             probabilities on other devices, and under torch.func, the z-loss takes one more pass each.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. On the CPU the forward pass of
-            contiguous [N, C] without ``z_loss`` computes both in one read of the logits.
+            contiguous [N, C] computes both in one read of the logits.
             Otherwise the statistics read the logits once more, on the CPU by a kernel, on other devices by torch
             operations in blocks. Logits [N, C, d1, ...] are copied first.
 

@@ -13,9 +13,9 @@ from focalkern._types import compute_dtype
 from focalkern.ops._backend import backend_for, fallback
 from focalkern.ops._linear_chunks import is_plain
 
-__all__ = ["row_statistics", "row_sums"]
+__all__ = ["Statistics", "row_statistics", "row_sums"]
 
-_Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,11 +26,11 @@ def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
-def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> _Statistics:
+def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> Statistics:
     """As :func:`focalkern.fallback.row_statistics`."""
     if is_plain(input) and not torch.compiler.is_compiling():
         return _statistics(input, target, ignore_index)
-    found: _Statistics = torch.ops.focalkern.row_statistics(input, target, ignore_index)
+    found: Statistics = torch.ops.focalkern.row_statistics(input, target, ignore_index)
     return found
 
 
@@ -51,7 +51,7 @@ def _sums(input: Tensor) -> tuple[Tensor, Tensor]:
 def _statistics(
     input: Tensor, target: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    found: _Statistics = _backend(input).row_statistics(input, target, ignore_index)
+    found: Statistics = _backend(input).row_statistics(input, target, ignore_index)
     return found
 
 
@@ -61,7 +61,7 @@ def _empty_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     return input.new_empty(3, rows, dtype=real), input.new_empty(rows, dtype=torch.int64)
 
 
-def _empty_statistics(input: Tensor, target: Tensor, ignore_index: int) -> _Statistics:
+def _empty_statistics(input: Tensor, target: Tensor, ignore_index: int) -> Statistics:
     def make(dtype: torch.dtype) -> Tensor:
         return input.new_empty(input.shape[0], dtype=dtype)
 

@@ -22,6 +22,8 @@ OPTIONS = [
     {"gamma": 2.0, "detach_modulation": True},
     {"gamma": 2.0, "label_smoothing": 0.1},
     {"gamma": TABLE, "label_smoothing": 0.1, "reduction": "none"},
+    {"gamma": 2.0, "z_loss": 0.1},
+    {"gamma": "rows", "z_loss": 0.1, "label_smoothing": 0.1, "reduction": "none"},
 ]
 
 
