@@ -147,10 +147,6 @@ def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
     return bool(((zeros > 0) & (zeros < source.n_rows)).any())
 
 
-# Largest number of logits that the rows of all folds may have to be kept from one candidate to the next.
-_KEPT = 1 << 24
-
-
 class FoldFits:
     """Robust temperature scaling and spline scalings, fitted to all rows and without each fold.
 
@@ -171,7 +167,6 @@ class FoldFits:
         self._splines = [one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)]
         self._fits: dict[tuple[float, str], SplineFolds] = {}
         self._temperatures: dict[str, float] = {}
-        self._parts: dict[int, RowSource] = {}
 
     def takes(self, candidate: Any) -> bool:
         return isinstance(candidate, SplineScaling | RobustTemperatureScaling)
@@ -205,25 +200,14 @@ class FoldFits:
         key = (float(candidate.penalty), kind)
         if key not in self._fits:
             alike = [one for one in self._splines if (float(one.penalty), one.input_kind) == key]
-            parts = (self._without(k) for k in range(self._folds))
-            held_out = (self._within(k) for k in range(self._folds))
-            self._fits[key] = SplineFolds(self._source, alike, parts, held_out, self._temperatures.get(kind))
+            of_folds = (self._fold_of, self._folds, self._temperatures.get(kind))
+            self._fits[key] = SplineFolds(self._source, alike, *of_folds)
         return None
 
     def held_out(self, candidate: Any, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""
         kind = candidate.input_kind
         if isinstance(candidate, RobustTemperatureScaling):
-            return floored_map(self._without(k), kind, self._temperatures[kind])
+            others = self._source.select(lambda number: self._fold_of(number) != k)
+            return floored_map(others, kind, self._temperatures[kind])
         return self._fits[float(candidate.penalty), kind].held_out(candidate, k)
-
-    def _within(self, k: int) -> RowSource:
-        return self._source.select(lambda number: self._fold_of(number) == k)
-
-    def _without(self, k: int) -> RowSource:
-        if k in self._parts:
-            return self._parts[k]
-        part = self._source.select(lambda number: self._fold_of(number) != k)
-        if self._folds * self._source.n_rows * self._source.n_classes <= _KEPT:
-            self._parts[k] = part
-        return part

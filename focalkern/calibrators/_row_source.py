@@ -99,7 +99,7 @@ class MemoryRows:
     """:class:`RowSource` in memory.
 
     Attributes:
-        input: [n, C] logits or probabilities.
+        input: [n, C] logits or probabilities, or features [2, n, C] of spline scaling.
         target: [n] int64.
         weight: [n] float64.
         number: [n] int64, the indices of the rows among the rows of all processes.
@@ -117,7 +117,7 @@ class MemoryRows:
 
     @property
     def n_classes(self) -> int:
-        return self.input.shape[1]
+        return self.input.shape[-1]
 
     @property
     def device(self) -> torch.device:
@@ -139,9 +139,8 @@ class MemoryRows:
             columns = (self.input[rows], self.target[rows], self.weight[rows], self.number[rows])
         else:  # a mask would be searched once per column, and indexing takes several times as long
             places = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
-            of_rows = (self.input, self.target, self.weight, self.number)
-            input, target, weight, number = (column.index_select(0, places) for column in of_rows)
-            columns = (input, target, weight, number)
+            target, weight = self.target.index_select(0, places), self.weight.index_select(0, places)
+            columns = (self.input.index_select(-2, places), target, weight, self.number.index_select(0, places))
         return MemoryRows(*columns, self.n_rows, self.weight_sum, self.add_up)
 
     def select(self, wanted: Wanted) -> "MemoryRows":

@@ -1,7 +1,7 @@
 """Cross-validation of spline scalings with shared features, each fitted to all rows and without each fold."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,9 +44,8 @@ class SplineFolds:
     Args:
         source: all rows.
         candidates: spline scalings with one ``penalty`` and one ``input_kind``.
-        parts: for each fold, the rows outside it.
-        held_out: the rows of each fold. Each fit outside a fold starts from the sums at the fit to all rows, which are
-            the totals of all folds without those of the fold.
+        fold_of, folds: maps row indices to folds; number of folds. Each fit outside a fold starts from the sums at the
+            fit to all rows, which are the totals of all folds without those of the fold.
         temperature: result of :func:`robust_temperature` of all rows, if known.
     """
 
@@ -54,19 +53,23 @@ class SplineFolds:
         self,
         source: RowSource,
         candidates: Sequence[SplineScaling],
-        parts: Iterable[RowSource],
-        held_out: Iterable[RowSource],
+        fold_of: FoldOf,
+        folds: int,
         temperature: float | None = None,
     ) -> None:
         first = candidates[0]
         members = {candidate._member() for candidate in candidates}
         self._all = SplineRows.of(source, first.input_kind, float(first.penalty), temperature)
         self._family = fit_family(self._all, members)
-        of_folds = [family_sums(self._all.on(part), self._family) for part in held_out]
+
+        def part(k: int, inside: bool) -> SplineRows:
+            return self._all.select(lambda number: (fold_of(number) == k) == inside)
+
+        of_folds = [family_sums(part(k, True), self._family) for k in range(folds)]
         self._parts = []
-        for part, own in zip(parts, of_folds, strict=True):
+        for k, own in enumerate(of_folds):
             others = {name: torch.stack([one[name] for one in of_folds]).sum(0) - sums for name, sums in own.items()}
-            self._parts.append(fit_family(self._all.on(part), members, self._family, others))
+            self._parts.append(fit_family(part(k, False), members, self._family, others))
 
     def fitted(self, candidate: SplineScaling, class_counts: Tensor) -> SplineScaling:
         """A copy of the candidate fitted to all rows; ``class_counts`` [C] is the number of rows per class."""

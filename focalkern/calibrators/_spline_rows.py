@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._row_source import BLOCK, MemoryRows, RowSource
+from focalkern.calibrators._row_source import BLOCK, MemoryRows, RowSource, Wanted
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_features import (
     find_knots,
@@ -93,9 +93,16 @@ class SplineRows:
                 kept = replace(source, input=found)
         return replace(self, source=source, kept=kept)
 
+    def select(self, wanted: Wanted) -> Self:
+        """The rows whose indices are wanted, with the same temperature, floor and knots; kept features are copied."""
+        if self.kept is None:
+            return self.on(self.source.select(wanted))
+        kept = self.kept.select(wanted)
+        return replace(self, source=kept, kept=kept)
+
     def parts(self) -> Iterator[MemoryRows]:
         """The parts of the source for sums: the kept rows, or those of the source."""
-        return self.source.parts() if self.kept is None else iter((self.kept,))
+        return (self.source if self.kept is None else self.kept).parts()
 
     def blocks(self) -> Iterator[MemoryRows]:
         """The rows of :meth:`parts` in blocks."""
