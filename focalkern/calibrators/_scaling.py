@@ -202,6 +202,8 @@ class Scaling(FusedCalibrator):
             else:
                 remedy = "widen=True extends the search"
             warnings.append(f"{', and '.join(self.at_border_)} ({remedy})")
+        if self.search_ == "nll" and math.isfinite(self.best_value_):
+            return warnings  # no NLL is infinite, and none is worse than without calibration
         if self.search_ in PROPER:
             by, remedy = [], ""  # by their own criterion never worse than no calibration
         elif self.criterion_ == "ece":
