@@ -11,7 +11,7 @@ from torch import Tensor
 from focalkern._types import InputKind, Proper
 from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._folds import fold_of
+from focalkern.calibrators._folds import folds_of_all
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling, floored_map
 from focalkern.calibrators._row_source import RowSource, class_counts, rows_of
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
@@ -58,7 +58,7 @@ def cross_validate(
     """
     rows, device = len(labels), input.device
     folds = min(folds, rows)
-    fold = fold_of(torch.arange(rows), rows, folds, seed)
+    fold = folds_of_all(rows, folds, seed)
     folds = folds if folds > 1 else 0
     on_device = fold.to(device)
     source = rows_of(FitData(input, labels, weight))

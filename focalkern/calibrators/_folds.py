@@ -1,5 +1,6 @@
 """The folds of a cross-validation, for rows in memory and rows that are read in batches."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from focalkern._checks import integer
 
-__all__ = ["check_folds", "fold_of"]
+__all__ = ["check_folds", "fold_of", "folds_of_all"]
 
 Places = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -20,6 +21,12 @@ _ROUNDS = 8
 
 def check_folds(op: str, folds: Any, seed: Any) -> tuple[int, int]:
     return integer(op, "folds", folds, 2, MOST_FOLDS), integer(op, "seed", seed)
+
+
+@functools.lru_cache(maxsize=1)
+def folds_of_all(rows: int, folds: int, seed: int) -> Tensor:
+    """The folds of all rows, [rows] int16; kept, because networks of a sweep often have the same number of rows."""
+    return fold_of(torch.arange(rows), rows, folds, seed).to(torch.int16)
 
 
 def fold_of(number: Tensor, rows: int, folds: int, seed: int) -> Tensor:
