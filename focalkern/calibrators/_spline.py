@@ -183,7 +183,6 @@ class SplineScaling(FitsBatches):
         if here is None:
             here, passes = curve_derivatives(rows, map), passes + 1
         covariance = torch.linalg.inv(here.hessian)
-        of_penalty = 2 * rows.factor / rows.weight_sum * rows.penalty
         fitted = {
             "temperature_": rows.temperature,
             "floor_": rows.floor,
@@ -198,7 +197,7 @@ class SplineScaling(FitsBatches):
             "weight_sum_": rows.weight_sum,
             "passes_": passes,
             "converged_": found.converged,
-            "degrees_of_freedom_": float((covariance @ (here.hessian - of_penalty)).trace()),
+            "degrees_of_freedom_": float((covariance @ (here.hessian - 2 * rows.quadratic)).trace()),
             "covariance_": (covariance / rows.weight_sum).numpy(),
         }
         changed = torch.zeros(1, dtype=torch.float64)

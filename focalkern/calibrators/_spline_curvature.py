@@ -64,11 +64,10 @@ def linear_hessian(rows: SplineRows, map: Map, of_curve: Tensor) -> Tensor:
     size = n_classes * (n_classes + 1)
     cross = cross.reshape(n_classes, n_curve, -1).transpose(0, 1).reshape(n_curve, size)
     own = of_pairs[of_classes[:, None, :, None], of_terms[None, :, None, :]].reshape(size, size)
-    of_weight, of_bias = strengths(rows, own.new_zeros(n_classes, n_classes))
-    own.diagonal().add_(torch.nn.functional.pad(of_weight, (0, 1), value=of_bias).reshape(-1), alpha=2)
     places = torch.arange(size, device=own.device).reshape(n_classes, -1)
     order = torch.cat([places[:, :-1].reshape(-1), places[:, -1]])  # from class by class to D, b
     own, cross = own[order][:, order], cross[:, order]
+    own.diagonal().add_(strengths(rows, True), alpha=2)
     return torch.cat([torch.cat([of_curve.to(own.device), cross], 1), torch.cat([cross.T, own], 1)])
 
 

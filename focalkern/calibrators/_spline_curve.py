@@ -41,9 +41,9 @@ class NaturalSpline:
     def rows(self, u: Tensor) -> Tensor:
         """The matrix [n, m] with f(u) = ``rows(u) @ values``, for a small number of u [n]."""
         piece, offset = self.locate(u)
-        c0, c1, c2, c3 = self.basis[piece].unbind(1)
+        c0, c1, c2, c3 = (column.index_select(0, piece) for column in self.basis.unbind(1))
         offset = offset.unsqueeze(1)
-        return ((c3 * offset + c2) * offset + c1) * offset + c0
+        return c3.mul_(offset).add_(c2).mul_(offset).add_(c1).mul_(offset).add_(c0)
 
     def columns(self, u: Tensor) -> Tensor:
         """[k, m, n] for u [k, n]: as :meth:`rows`, from a line and a cubic per knot, in fewer operations.

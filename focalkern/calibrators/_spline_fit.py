@@ -97,13 +97,11 @@ def curve_derivatives(rows: SplineRows, map: Map, sums: Tensor | None = None) ->
     ``sums`` is the result of :func:`curve_sums`, if known.
     """
     n = len(map.curve)
-    sums = curve_sums(rows, map) if sums is None else sums
-    nll, gradient, hessian = float(sums[0]), sums[1 : 1 + n], sums[1 + n :].reshape(n, n)
-    total = rows.weight_sum
-    quadratic = rows.factor / total * rows.penalty
-    pull = quadratic @ map.curve
-    value = nll / total + float(map.curve @ pull) + _linear_penalty(rows, map)
-    return Derivatives(value, gradient / total + 2 * pull, hessian / total + 2 * quadratic, nll / total)
+    means = (curve_sums(rows, map) if sums is None else sums) / rows.weight_sum
+    nll, pull = float(means[0]), rows.quadratic @ map.curve
+    value = nll + float(map.curve @ pull) + _linear_penalty(rows, map)
+    gradient = torch.add(means[1 : 1 + n], pull, alpha=2)
+    return Derivatives(value, gradient, torch.add(means[1 + n :].reshape(n, n), rows.quadratic, alpha=2), nll)
 
 
 def curve_sums(rows: SplineRows, map: Map) -> Tensor:
@@ -113,9 +111,7 @@ def curve_sums(rows: SplineRows, map: Map) -> Tensor:
     for part, _, extra in parts_of(rows, map):
         sums_of = spline_sums_for(part.input).spline_curve_sums
         value, slopes, curvature = sums_of(*arguments(rows, part, map, extra))
-        sums[0] += value
-        sums[1 : 1 + n] += slopes
-        sums[1 + n :] += curvature.reshape(-1)
+        sums += torch.cat([sums.new_full((1,), value), slopes, curvature.reshape(-1)])
     return rows.source.add_up(sums)
 
 
@@ -164,22 +160,20 @@ def predictor(rows: SplineRows, map: Map) -> Predict:
     return predict
 
 
-def strengths(rows: SplineRows, weight: Tensor) -> tuple[Tensor, float]:
-    """The factors of the squares in the penalty of J / W: for v or D (in their shape), and for b (a number)."""
-    n_classes = rows.n_classes
-    of_bias = 2 * n_classes * rows.factor / rows.weight_sum
-    of_weight = torch.full_like(weight, of_bias)
-    if weight.dim() == 2:
-        of_weight *= n_classes - 1
-        of_weight.fill_diagonal_(of_bias)
-    return of_weight, of_bias
+def strengths(rows: SplineRows, is_matrix: bool) -> Tensor:
+    """The factors of the squares of v or the rows of D, and of b, in the penalty of J / W, as one tensor."""
+    n, usual = rows.n_classes, 2 * rows.n_classes * rows.factor / rows.weight_sum
+    found = torch.full((n * n + n if is_matrix else 2 * n,), usual, dtype=torch.float64, device=rows.device)
+    if is_matrix:
+        found[: n * n].reshape(n, n).mul_(n - 1).fill_diagonal_(usual)
+    return found
 
 
 def _linear_penalty(rows: SplineRows, map: Map) -> float:
     if map.weight is None or map.bias is None:
         return 0.0
-    of_weight, of_bias = strengths(rows, map.weight)
-    return float((of_weight * map.weight.square()).sum() + of_bias * map.bias.square().sum())
+    parameters = torch.cat([map.weight.reshape(-1), map.bias])
+    return float(strengths(rows, map.weight.dim() == 2) @ parameters.square())
 
 
 def fit_curve(

@@ -59,10 +59,7 @@ class LinearObjective:
     @functools.cached_property
     def _penalty(self) -> tuple[Tensor, Tensor]:
         """The quadratic form of the penalty of J / W in the curve, and its factors of the other squares."""
-        rows = self._rows
-        of_weight, of_bias = strengths(rows, torch.empty(self._shape, dtype=torch.float64, device=rows.device))
-        others = torch.nn.functional.pad(of_weight.reshape(-1), (0, rows.n_classes), value=of_bias)
-        return (rows.factor / rows.weight_sum * rows.penalty).to(rows.device), others
+        return self._rows.quadratic.to(self._rows.device), strengths(self._rows, len(self._shape) == 2)
 
     def point(self, map: Map) -> Tensor:
         assert map.weight is not None and map.bias is not None
@@ -78,14 +75,13 @@ class LinearObjective:
     def sums(self, point: Tensor) -> Tensor:
         """The summed loss without penalties and its gradient, as one tensor."""
         rows, map, vector = self._rows, self.map(point), len(self._shape) == 1
-        nll, gradient = 0.0, torch.zeros_like(point)
+        sums = point.new_zeros(1 + len(point))
         for part, x, extra in parts_of(rows, map, self._blocks):
             sums_of = spline_sums_for(part.input).spline_linear_sums
             value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), not vector)
             of_linear = of_classes if x is None else (slopes.T @ x).reshape(-1)
-            nll += value
-            gradient += torch.cat([of_curve.to(rows.device), of_linear, of_one])
-        return rows.source.add_up(torch.cat([point.new_tensor([nll]), gradient]))
+            sums += torch.cat([point.new_full((1,), value), of_curve.to(rows.device), of_linear, of_one])
+        return rows.source.add_up(sums)
 
     def of_sums(self, point: Tensor, sums: Tensor) -> tuple[float, Tensor]:
         """Value and gradient from :meth:`sums` at a point."""
@@ -173,9 +169,8 @@ def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
         square = x.square()
         curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
     curvature, of_one = rows.source.add_up(curvature), rows.source.add_up(of_one)
-    of_weight, of_bias = strengths(rows, curvature)
-    others = torch.cat([(curvature + 2 * of_weight).reshape(-1), of_one + 2 * of_bias]).rsqrt()
-    return Scales(root.to(device), others)
+    others = torch.cat([curvature.reshape(-1), of_one]).add_(strengths(rows, kind == "matrix"), alpha=2)
+    return Scales(root.to(device), others.rsqrt_())
 
 
 def fit_linear(

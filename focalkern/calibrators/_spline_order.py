@@ -30,16 +30,14 @@ def order_conditions(spline: NaturalSpline, n_classes: int, points: int, mirrore
     """
     first, last = float(spline.knots[0]), float(spline.knots[-1])
     low = min(first - 3, -1.0)
-    rows = []
-
-    def of_score(u: Tensor) -> Tensor:
-        """h(u) as a row of factors of (a, f); that of a is also the constant."""
-        return torch.cat([-torch.nn.functional.softplus(-u).unsqueeze(1), spline.rows(u)], 1)
-
-    if n_classes > 2:
-        rows.append(of_score(torch.linspace(low, 0, points + 1, dtype=torch.float64)).diff(dim=0))
+    left = torch.linspace(low, 0, points + 1, dtype=torch.float64)
     right = torch.linspace(0, max(-low, last + 3, 1.0), mirrored + 1, dtype=torch.float64)[1:]
-    rows.append(of_score(right) - of_score(-right))
+    u = torch.cat([left, right, -right])
+    # h(u) as rows of factors of (a, f); that of a is also the constant.
+    of_score = torch.cat([-torch.nn.functional.softplus(-u).unsqueeze(1), spline.rows(u)], 1)
+    of_left, of_right, of_mirrored = of_score.split([len(left), mirrored, mirrored])
+    rows = [of_left.diff(dim=0)] if n_classes > 2 else []
+    rows.append(of_right - of_mirrored)
     # Beyond the last points, the slopes of the linear tails decide.
     of_a = torch.ones(1, 1, dtype=torch.float64)
     start, end = spline.basis[0, 1:2], spline.basis[-1, 1:2]

@@ -1,5 +1,6 @@
 """Rows for the fits of spline scaling, with their features: temperature, floor and knots, shared by all folds."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
@@ -69,6 +70,11 @@ class SplineRows:
         impossible = masks_zeros(source, input_kind)
         rows = cls(source, input_kind, temperature, floor, impossible, spline, spline.penalty(), float(penalty))
         return rows.on(source)
+
+    @functools.cached_property
+    def quadratic(self) -> Tensor:
+        """The quadratic form of the penalty of J / W in (a, f)."""
+        return self.factor / self.weight_sum * self.penalty
 
     @property
     def n_classes(self) -> int:
