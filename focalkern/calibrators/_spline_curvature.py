@@ -13,7 +13,7 @@ from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["linear_hessian", "of_vector", "softmax_of"]
 
-_BLOCK = 1 << 14  # entries, each with m + 1 derivatives
+_BLOCK = 1 << 13  # entries, each with m + 1 derivatives
 
 
 def softmax_of(rows: SplineRows, block: MemoryRows, map: Map, x: Tensor) -> Tensor:
