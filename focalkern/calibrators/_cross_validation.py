@@ -166,7 +166,7 @@ class FoldFits:
         self._why_not_matrix = why_not_matrix
         self._splines = [one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)]
         self._fits: dict[tuple[float, str], SplineFolds] = {}
-        self._temperatures: dict[str, float] = {}
+        self._temperatures: dict[str, RobustTemperatureScaling] = {}
 
     def takes(self, candidate: Any) -> bool:
         return isinstance(candidate, SplineScaling | RobustTemperatureScaling)
@@ -194,14 +194,13 @@ class FoldFits:
         candidate._check_parameters()
         kind = candidate.input_kind
         if isinstance(candidate, RobustTemperatureScaling):
-            found = fit_to_source(candidate, self._source, self._class_counts)
-            self._temperatures[kind] = found.temperature_
-            return found
+            self._temperatures[kind] = fit_to_source(candidate, self._source, self._class_counts)
+            return self._temperatures[kind]
         key = (float(candidate.penalty), kind)
         if key not in self._fits:
             alike = [one for one in self._splines if (float(one.penalty), one.input_kind) == key]
-            of_folds = (self._fold_of, self._folds, self._temperatures.get(kind))
-            self._fits[key] = SplineFolds(self._source, alike, *of_folds)
+            temperature = getattr(self._temperatures.get(kind), "temperature_", None)
+            self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds, temperature)
         return None
 
     def held_out(self, candidate: Any, k: int) -> Predict:

@@ -87,8 +87,7 @@ def minimise(
         step, change = size * direction, of_there - gradient
         fallen = value - there
         point, value, gradient = point + step, there, of_there
-        if float(step @ change) > 1e-10 * float(change @ change):
-            memory.add(step, change)
+        memory.add(step, change)
         if abs(fallen) < 1e-5 * done or float(torch.linalg.vector_norm(step, norm)) < 1e-5 * done:
             break
     else:
@@ -119,11 +118,15 @@ class Pairs:
         return len(self._order)
 
     def add(self, step: Tensor, change: Tensor) -> None:
-        """Adds a pair; replaces the oldest one if the memory is full."""
+        """Adds a pair, unless its curvature is only rounding errors; replaces the oldest one if the memory is full."""
+        pair = torch.stack([step, change])
+        curvature, square = (pair @ change).tolist()
+        if not curvature > 1e-10 * square:
+            return
         place = self._order.pop(0) if len(self._order) == HISTORY else len(self._order)
         self._order.append(place)
         self._rows[place], self._rows[HISTORY + place] = step, change
-        of_step, of_change = (torch.stack([step, change]) @ self._rows.T).tolist()
+        of_step, of_change = (pair @ self._rows.T).tolist()
         self._of_step[place], self._of_change[place] = of_change[:HISTORY], of_change[HISTORY:]
         for other in self._order:
             self._of_step[other][place] = of_step[HISTORY + other]

@@ -107,10 +107,10 @@ class RobustTemperatureScaling(FitsBatches):
         return {**temperature_from_json(document), "best_value_": as_number("best_value", fit["best_value"])}
 
 
-def floored_map(source: RowSource, input_kind: InputKind, near: float) -> Callable[[Tensor], Tensor]:
-    """The map fitted to ``source``, from T of nearly the same rows: input [n, C] to log-probabilities of its dtype."""
-    temperature = robust_temperature(source, input_kind, logit_scale(source, input_kind), near)
-    masks = masks_zeros(source, input_kind)
+def floored_map(source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling) -> Callable[[Tensor], Tensor]:
+    """The map fitted to ``source``, a part of the rows of ``near``: input [n, C] to log-probabilities of its dtype."""
+    temperature = robust_temperature(source, input_kind, logit_scale(source, input_kind), near.temperature_)
+    masks = near.masks_ or masks_zeros(source, input_kind)
     arguments = FlooredLogProbs(temperature, floor_of(source.weight_sum), input_kind, masks=masks).arguments()
     return lambda input: map_by_pieces(input, *arguments, log=True)
 

@@ -129,9 +129,11 @@ def decide_from_sums(
         sums, products: [candidates] and [candidates, candidates] float64, of the losses minus those of one candidate.
     """
 
+    total, product = sums.tolist(), products.tolist()
+
     def pair(place: int, best: int) -> tuple[float, float]:
-        mean = float(sums[place] - sums[best]) / rows
-        square = float(products[place, place] + products[best, best] - 2 * products[place, best]) / rows
+        mean = (total[place] - total[best]) / rows
+        square = (product[place][place] + product[best][best] - 2 * product[place][best]) / rows
         variance = max(0.0, square - mean**2) * rows / max(1, rows - 1)
         return mean, math.sqrt(variance / rows)
 
