@@ -95,7 +95,7 @@ bool is_transposed(const SplineTile& t) { return !t.column || (t.n_rows >= 4 && 
 template <int64_t bytes>
 class NarrowMap {
  public:
-  explicit NarrowMap(const SplineMapForward& args) : args_(args), curve_(args.curve) {}
+  explicit NarrowMap(const SplineMapForward& args) : args_(args), curve_(args.curve, kNarrowLog2e) {}
 
   int64_t forward(int64_t row_begin, int64_t row_end) const {
     SplineScratch scratch(args_.rows.classes, /*arrays=*/5);
@@ -161,7 +161,7 @@ class NarrowMap {
   }
 
   const SplineMapForward& args_;
-  const NarrowCurve<bytes / sizeof(double)> curve_;
+  const VectorCurve<bytes / sizeof(double)> curve_;
 };
 
 int64_t narrow_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {

@@ -20,6 +20,7 @@ namespace {
 constexpr double kNarrowLargest = 600;    // of a score: its exponential needs no largest score
 constexpr double kNarrowSteepest = 8;     // of a score in x: the result then has an error of 2.5e-8
 constexpr double kNarrowFloor = 0x1p-24;  // smallest e: the sum without the largest class then keeps its digits
+constexpr int64_t kNarrowBlock = 512;     // classes of a row that stay in the first-level cache from loop to loop
 constexpr double kNarrowLowest = -1000;   // lower binary logarithms count as this
 
 // Logits in memory: those of a tile, with padding of -inf, or floats of the input, which the row layout reads where
@@ -90,8 +91,10 @@ struct NarrowExponents {
     using Reals = typename Lanes::Doubles;
     const double beta = std::min(inverse_temperature<double>(temperature) * kNarrowLog2e, largest_finite<double>());
     const auto write = [&](const Reals& logits, const Reals& top, double* to) __attribute__((always_inline)) {
-      const Reals d = Lanes::fma(logits - top, beta, grid) - grid;
-      const Reals e = narrow_powers_of_two<n>(Lanes::max(spread<Reals>(kNarrowLowest), d));  // NaN stays NaN
+      Reals d = Lanes::fma(logits - top, beta, grid);
+      d = Lanes::max(spread<Reals>(kNarrowLowest + grid), d);  // NaN stays NaN
+      if constexpr (Lanes::kIsAvx512) d -= grid;               // the others drop the grid with higher bits of the power
+      const Reals e = narrow_powers_of_two<n>(d);
       store_simd(e, to);
       return e;
     };
@@ -142,7 +145,7 @@ struct NarrowRowNumbers {
 template <bool log, bool keep_zeros, typename Logit>
 struct NarrowScores {
   template <int64_t bytes>
-  static FK_HOST_DEVICE void run(const SplineTile& t, const Logit* z, const NarrowCurve<bytes / 8>& curve,
+  static FK_HOST_DEVICE void run(const SplineTile& t, const Logit* z, const VectorCurve<bytes / 8>& curve,
                                  const SplineMapForward& args, double* of_rows) {
     constexpr int64_t n = bytes / sizeof(double);
     using Lanes = DoubleLanes<n>;
@@ -152,29 +155,72 @@ struct NarrowScores {
     const Reals factor = spread<Reals>(args.scores.factor * kNarrowLog2e);
     const Reals floor = spread<Reals>(args.rows.floor / static_cast<double>(t.classes));
     const Reals nothing = spread<Reals>(log ? kMinusInfinity : 0.0);
-    const auto result_of = [&](const double* e, const NarrowRows<n>& row) __attribute__((always_inline)) {
-      const auto p = lanes_cast<Reals>(lanes_cast<Words>(Lanes::fma(load_simd<Reals>(e), row.scale, row.floor)) & kept);
-      const Reals x = narrow_logarithms<n>(p);
-      const Reals score = Lanes::fma(x, factor, curve(p, x, row));
-      if constexpr (log) return score;
-      return narrow_powers_of_two<n>(score);
+    const auto p_of = [&](const double* e, const NarrowRows<n>& row) __attribute__((always_inline)) {
+      return lanes_cast<Reals>(lanes_cast<Words>(Lanes::fma(load_simd<Reals>(e), row.scale, row.floor)) & kept);
     };
-    const auto write = [&](const Reals& found, double* to, Reals& all) __attribute__((always_inline)) {
-      store_simd(found, to);
-      all = log ? Lanes::max(found, all) : found + all;
+    const auto score_of = [&](const Reals& p, const Reals& x, const NarrowRows<n>& row) __attribute__((always_inline)) {
+      return Lanes::fma(x, factor, curve(narrow_log_odds<n>(p, x, row)).value);
     };
-    const auto possible = [&](const Reals& found, const Reals& logits) __attribute__((always_inline)) {
-      if constexpr (keep_zeros) return logits == kMinusInfinity ? nothing : found;
-      return found;
+    // Replaces the logarithms x at f by the scores, for two vectors with one test.
+    const auto write_scores = [&](const double* e, double* f, int64_t step, const NarrowRows<n>& row)
+                                  __attribute__((always_inline)) {
+                                    const Reals p[] = {load_simd<Reals>(e), load_simd<Reals>(e + step)};
+                                    const Reals x[] = {load_simd<Reals>(f), load_simd<Reals>(f + step)};
+                                    const Reals larger = Lanes::max(p[0], p[1]);
+                                    Reals value[2];
+                                    if (curve.are_on_line(larger)) {
+                                      for (int k = 0; k < 2; ++k)
+                                        value[k] = curve.on_line(narrow_log_odds_of_small<n>(p[k], x[k])).value;
+                                    } else if (curve.are_on_quarter(larger)) {
+                                      for (int k = 0; k < 2; ++k)
+                                        value[k] = curve.on_quarter(narrow_log_odds_of_small<n>(p[k], x[k])).value;
+                                    } else {
+#pragma GCC unroll 1
+                                      for (int k = 0; k < 2; ++k)
+                                        value[k] = curve(narrow_log_odds<n>(p[k], x[k], row)).value;
+                                    }
+                                    for (int k = 0; k < 2; ++k)
+                                      store_simd(Lanes::fma(x[k], factor, value[k]), f + k * step);
+                                  };
+    const auto write = [&](const Reals& score, const Reals& logits, double* to, Reals& all)
+                           __attribute__((always_inline)) {
+                             Reals found = log ? score : narrow_powers_of_two<n>(score);
+                             if constexpr (keep_zeros) found = logits == kMinusInfinity ? nothing : found;
+                             store_simd(found, to);
+                             all = log ? Lanes::max(found, all) : found + all;
+                           };
+    // Vectors that are `step` apart. AVX-512 needs few instructions per vector. Narrower vectors have three short
+    // loops, of which the processor overlaps more vectors than of one long loop.
+    const auto write_all = [&](double* e, double* f, const Logit* logits, int64_t end, int64_t step,
+                               const NarrowRows<n>& row, Reals& all) __attribute__((always_inline)) {
+      if constexpr (Lanes::kIsAvx512) {
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < end; i += step) {
+          const Reals p = p_of(e + i, row);
+          write(score_of(p, narrow_logarithms<n>(p), row), narrow_logits<n>(logits + i), f + i, all);
+        }
+      } else {
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < end; i += step) {
+          const Reals p = p_of(e + i, row);
+          store_simd(p, e + i);
+          store_simd(narrow_logarithms<n>(p), f + i);
+        }
+        int64_t i = 0;
+        for (; i + step < end; i += 2 * step) write_scores(e + i, f + i, step, row);
+        if (i < end) store_simd(score_of(load_simd<Reals>(e + i), load_simd<Reals>(f + i), row), f + i);
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < end; i += step) {
+          write(load_simd<Reals>(f + i), narrow_logits<n>(logits + i), f + i, all);
+        }
+      }
     };
     if (t.column) {
       const int64_t end = t.classes * kSplineTileRows;
       for (int64_t r = 0; r < narrow_rows_end<n>(t); r += n) {
         const NarrowRows<n> rows{load_simd<Reals>(t.inverse + r), floor, load_simd<Reals>(t.shared + r)};
         Reals all = nothing;
-        for (int64_t i = r; i < end; i += kSplineTileRows) {
-          write(possible(result_of(t.e + i, rows), narrow_logits<n>(z + i)), t.f + i, all);
-        }
+        write_all(t.e + r, t.f + r, z + r, end - r, kSplineTileRows, rows, all);
         store_simd(all, of_rows + r);
       }
       return;
@@ -182,17 +228,20 @@ struct NarrowScores {
     const int64_t whole = t.classes / n * n, left = t.classes - whole;
     for (int64_t r = 0; r < t.n_rows; ++r, z += narrow_stride<Logit>(t)) {
       const NarrowRows<n> row{spread<Reals>(t.inverse[r]), floor, spread<Reals>(t.shared[r])};
-      const double* const e = t.e + r * t.inner;
-      double* const to = t.f + r * t.inner;
+      double* const e = t.e + r * t.inner;
+      double* const f = t.f + r * t.inner;
       Reals all = nothing;
-#pragma GCC unroll 2
-      for (int64_t c = 0; c < whole; c += n) {
-        write(possible(result_of(e + c, row), narrow_logits<n>(z + c)), to + c, all);
+      for (int64_t c = 0; c < whole; c += kNarrowBlock) {
+        write_all(e + c, f + c, z + c, std::min(kNarrowBlock, whole - c), n, row, all);
       }
       if (left > 0) {
-        const Reals found = possible(result_of(e + whole, row), narrow_logits<n>(z + whole, left));
+        const Reals p = p_of(e + whole, row);
         const auto lane = load_simd<Words>(kFirst<uint64_t>);
-        write(lane < static_cast<uint64_t>(left) ? found : nothing, to + whole, all);
+        Reals logits = narrow_logits<n>(z + whole, left), rest = nothing;
+        write(score_of(p, narrow_logarithms<n>(p), row), logits, f + whole, rest);
+        const Reals found = lane < static_cast<uint64_t>(left) ? load_simd<Reals>(f + whole) : nothing;
+        store_simd(found, f + whole);
+        all = log ? Lanes::max(found, all) : found + all;
       }
       of_rows[r] = log ? fold_lanes(all, Larger{}) : fold_lanes(all, Sum{});
     }
@@ -260,7 +309,7 @@ struct NarrowResults {
     for (int64_t r = 0; r < t.n_rows; ++r, to += t.classes) {
       const double* const f = t.f + r * t.inner;
       const Reals factor = spread<Reals>(scale[r]), term = spread<Reals>(shift[r]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int64_t c = 0; c < whole; c += n) store_simd(result_of(f + c, factor, term), to + c);
       if (left > 0) Lanes::store_front(result_of(f + whole, factor, term), left, to + whole);
     }

@@ -1,5 +1,5 @@
-// Functions and curve of the scalar spline map of results of at most 24 bits, in vectors of n doubles. The passes over
-// the classes, which say how exact the functions are: cpu/spline_narrow.h.
+// Curve of the scalar spline map, and functions for results of at most 24 bits, in vectors of n doubles. The passes
+// over the classes, which say how exact the functions are: cpu/spline_narrow.h.
 #pragma once
 
 #include <algorithm>
@@ -20,27 +20,15 @@ alignas(64) constexpr double kNarrowLog[8] = {0.06062462155414807, 0.17185025716
                                               0.3629054938211174,  0.44628710263572074, 0.5232481436698231,
                                               0.594707107577045,   0.6613984820246952};
 
-// The polynomial with these coefficients, the highest first. Narrower vectors than those of AVX-512 have two chains of
-// multiply-adds from five terms on: fewer vectors are in flight, and would wait for each other.
+// The polynomial with these coefficients, the highest first.
 template <int64_t n, size_t terms>
 FK_HOST_DEVICE simd_t<double, n> polynomial(const simd_t<double, n>& x, const double (&of)[terms]) {
   using Lanes = DoubleLanes<n>;
   using Reals = typename Lanes::Doubles;
-  if constexpr (Lanes::kIsAvx512 || terms < 5) {
-    Reals value = Lanes::fma(x, of[0], of[1]);
+  Reals value = Lanes::fma(x, of[0], of[1]);
 #pragma GCC unroll 16
-    for (size_t i = 2; i < terms; ++i) value = Lanes::fma(value, x, spread<Reals>(of[i]));
-    return value;
-  } else {
-    static_assert(terms % 2 == 1);
-    const Reals square = x * x;
-    Reals even = Lanes::fma(square, of[0], of[2]), odd = Lanes::fma(square, of[1], of[3]);
-#pragma GCC unroll 16
-    for (size_t i = 4; i < terms; i += 2) even = Lanes::fma(even, square, spread<Reals>(of[i]));
-#pragma GCC unroll 16
-    for (size_t i = 5; i < terms; i += 2) odd = Lanes::fma(odd, square, spread<Reals>(of[i]));
-    return Lanes::fma(odd, x, even);
-  }
+  for (size_t i = 2; i < terms; ++i) value = Lanes::fma(value, x, spread<Reals>(of[i]));
+  return value;
 }
 
 // 2^x, with an error of 2.6e-9, continuous where the integer part changes.
@@ -103,18 +91,18 @@ FK_HOST_DEVICE simd_t<double, n> narrow_log_odds(const simd_t<double, n>& p, con
   return p > kSplineSmall ? x - (p > kSplineLarge<double> ? row.log_complement : log_complement) : u;
 }
 
-// A curve in tables of its pieces. With AVX-512 bisection finds the piece of u: in the tables' index the low three bits
-// of a piece's number are reversed, so that bisection needs one permutation per step, of the first half of the tables
-// if all u are below the knot in the middle. Narrower vectors count the knots below u.
+// A curve, times `unit`, in tables of its pieces. With AVX-512 bisection finds the piece of u: in the tables' index the
+// low three bits of a piece's number are reversed, so that bisection needs one permutation per step, of the first half
+// of the tables if all u are below the knot in the middle. Narrower vectors count the knots below u.
 template <int64_t n>
-class NarrowCurve {
+class VectorCurve {
   using Lanes = DoubleLanes<n>;
   using Reals = typename Lanes::Doubles;
   using Words = typename Lanes::Words;
   static constexpr int64_t kHalf = kSplineTables / 2, kQuarter = kHalf / 2;
 
  public:
-  explicit NarrowCurve(const SplineCurve& curve) {
+  VectorCurve(const SplineCurve& curve, double unit) {
     const auto knot_at = [&](int64_t k) { return k < curve.knots ? curve.positions[k] : -kMinusInfinity; };
     for (int64_t code = 0; code < kSplineTables; ++code) {
       const int64_t half = code & kHalf, quarter = half + 4 * (code & 1), eighth = quarter + (code & 2);
@@ -125,58 +113,70 @@ class NarrowCurve {
         in_eighth_[code] = knot_at(eighth);
       }
       knot_[code] = spread<Reals>(knot_at(code));
-      origin_[code] = curve.positions[std::max<int64_t>(piece - 1, 0)];
-      for (int k = 0; k < 4; ++k) power_[k][code] = curve.coefficients[piece * 4 + k] * kNarrowLog2e;
+      origin_.set(code, curve.positions[std::max<int64_t>(piece - 1, 0)]);
+      for (int k = 0; k < 4; ++k) power_[k].set(code, curve.coefficients[piece * 4 + k] * unit);
     }
+    line_origin_ = spread<Reals>(curve.positions[0]);
+    for (int k = 0; k < 2; ++k) line_[k] = spread<Reals>(curve.coefficients[k] * unit);
     // P whose log-odds are left of a knot, also after rounding.
     const auto left_of = [&](int64_t k) { return std::min(kSplineSmall, 1 / (1 + std::exp(1e-6 - knot_at(k)))); };
     on_line_ = spread<Reals>(left_of(0));
     on_quarter_ = spread<Reals>(left_of(kQuarter - 1));
   }
 
-  // f(u) of P with the logarithm x. Each lane has the same bits in every branch.
-  FK_HOST_DEVICE Reals operator()(const Reals& p, const Reals& x, const NarrowRows<n>& row) const {
-    if constexpr (!Lanes::kIsAvx512) {  // of eight lanes, one is nearly always on the first pieces
-      if (!Lanes::any(p, on_line_)) {
-        return Lanes::fma(narrow_log_odds_of_small<n>(p, x) - origin_[0], power_[1][0], power_[0][0]);
-      }
-      if (!Lanes::any(p, on_quarter_)) return value<kQuarter>(narrow_log_odds_of_small<n>(p, x));
-    }
-    const Reals u = narrow_log_odds<n>(p, x, row);
-    if (!Lanes::any(u, knot_[kHalf - 1])) return value<kHalf>(u);
+  // Whether the log-odds of all P are left of the first knot, or of the fourth.
+  FK_HOST_DEVICE bool are_on_line(const Reals& p) const { return !Lanes::any(p, on_line_); }
+  FK_HOST_DEVICE bool are_on_quarter(const Reals& p) const { return !Lanes::any(p, on_quarter_); }
+
+  FK_HOST_DEVICE bool are_left(const Reals& u) const { return !Lanes::any(u, knot_[0]); }
+
+  struct Point {
+    Reals value, slope;
+  };
+  // f(u) and f'(u). Each lane has the same bits in each of these functions.
+  FK_HOST_DEVICE Point on_line(const Reals& u) const {
+    return {Lanes::fma(u - line_origin_, line_[1], line_[0]), line_[1]};
+  }
+  FK_HOST_DEVICE Point on_quarter(const Reals& u) const { return at<Lanes::kIsAvx512 ? kHalf : kQuarter>(u); }
+  FK_HOST_DEVICE Point operator()(const Reals& u) const {
     if constexpr (!Lanes::kIsAvx512) {
-      if (!Lanes::any(u, knot_[kHalf + kQuarter - 1])) return value<kHalf + kQuarter>(u);
+      if (!Lanes::any(u, knot_[kQuarter - 1])) return at<kQuarter>(u);
     }
-    return value<kSplineTables>(u);
+    if (!Lanes::any(u, knot_[kHalf - 1])) return at<kHalf>(u);
+    if constexpr (!Lanes::kIsAvx512) {
+      if (!Lanes::any(u, knot_[kHalf + kQuarter - 1])) return at<kHalf + kQuarter>(u);
+    }
+    return at<kSplineTables>(u);
   }
 
  private:
-  // f(u) on the first `pieces` pieces.
+  // For u on the first `pieces` pieces.
   template <int64_t pieces>
-  FK_HOST_DEVICE Reals value(const Reals& u) const {
-    Words code{};
+  FK_HOST_DEVICE Point at(const Reals& u) const {
+    typename Lanes::Places places;
     if constexpr (Lanes::kIsAvx512) {
+      Words code{};
       if constexpr (pieces > kHalf) code = add_above(code, u, knot_[kHalf - 1], kHalf);
       code = add_above(code, u, pieces > kHalf ? entry<pieces>(in_half_, code) : knot_[kQuarter - 1], 1);
       code = add_above(code, u, entry<pieces>(in_quarter_, code), 2);
-      code = add_above(code, u, entry<pieces>(in_eighth_, code), 4);
+      places = add_above(code, u, entry<pieces>(in_eighth_, code), 4);
     } else {
-#pragma GCC unroll 16
-      for (int64_t k = 0; k < pieces - 1; ++k) code -= lanes_cast<Words>(u > knot_[k]);
+      places = Lanes::template count_below<pieces>(knot_, u);
     }
-    const Reals s = u - entry<pieces>(origin_, code);
-    Reals value = entry<pieces>(power_[3], code);
-    for (int k = 2; k >= 0; --k) value = Lanes::fma(value, s, entry<pieces>(power_[k], code));
-    return value;
+    const Reals s = u - Lanes::template look_up<pieces>(origin_, places);
+    Reals power[4];
+    for (int k = 0; k < 4; ++k) power[k] = Lanes::template look_up<pieces>(power_[k], places);
+    const Reals square = Lanes::fma(power[3], s, power[2]), rise = Lanes::fma(power[3] * 3, s, power[2] + power[2]);
+    return {Lanes::fma(Lanes::fma(square, s, power[1]), s, power[0]), Lanes::fma(rise, s, power[1])};
   }
   template <int64_t pieces>
   static FK_HOST_DEVICE Reals entry(const double* table, const Words& code) {
     return Lanes::template look_up<pieces>(table, code);
   }
 
-  Reals knot_[kSplineTables], on_line_, on_quarter_;
+  Reals knot_[kSplineTables], on_line_, on_quarter_, line_origin_, line_[2];
   double in_half_[kSplineTables], in_quarter_[kSplineTables], in_eighth_[kSplineTables];  // with AVX-512
-  double origin_[kSplineTables], power_[4][kSplineTables];
+  typename Lanes::Table origin_, power_[4];
 };
 
 }  // namespace

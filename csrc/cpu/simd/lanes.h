@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "cpu/simd/dispatch.h"
@@ -59,28 +60,51 @@ FK_AVX512 inline EightDoubles permuted(const double* table, simd_t<uint64_t, 8> 
 
 using FourDoubles = simd_t<double, 4>;
 FK_AVX2 inline bool any_above(FourDoubles x, FourDoubles y) {
-  return _mm256_movemask_pd(_mm256_cmp_pd(x, y, _CMP_GT_OQ)) != 0;
+  const __m256d found = _mm256_cmp_pd(x, y, _CMP_GT_OQ);
+  return !_mm256_testz_pd(found, found);
 }
 FK_AVX2 inline FourDoubles fused(FourDoubles x, FourDoubles y, FourDoubles z) { return _mm256_fmadd_pd(x, y, z); }
 FK_AVX2 inline FourDoubles larger(FourDoubles x, FourDoubles y) { return _mm256_max_pd(x, y); }
 FK_AVX2 inline FourDoubles widened(simd_t<float, 4> x) { return _mm256_cvtps_pd(x); }
-// Permutes the halves of four numbers; a bit of the index selects between two tables.
-template <int64_t size>
-FK_AVX2 inline FourDoubles permuted(const double* table, simd_t<uint64_t, 4> index) {
-  if constexpr (size <= 4) {
-    const __m256i twice = lanes_cast<__m256i>(index + index);
-    const __m256i places = _mm256_or_si256(_mm256_shuffle_epi32(twice, 0xa0), _mm256_set1_epi64x(int64_t{1} << 32));
-    return lanes_cast<FourDoubles>(_mm256_permutevar8x32_epi32(lanes_cast<__m256i>(_mm256_loadu_pd(table)), places));
-  } else {
-    constexpr int64_t kFirst = size <= 8 ? 4 : 8;
-    const FourDoubles low = permuted<kFirst>(table, index), high = permuted<size - kFirst>(table + kFirst, index);
-    return _mm256_blendv_pd(low, high, lanes_cast<__m256d>(index << (kFirst == 4 ? 61 : 60)));
-  }
+// table[index], lane by lane, for words of 32 bits; only the low three bits of an index count.
+FK_AVX2 inline simd_t<uint32_t, 8> permuted(const uint32_t* table, simd_t<uint32_t, 8> index) {
+  return lanes_cast<simd_t<uint32_t, 8>>(_mm256_permutevar8x32_epi32(
+      _mm256_load_si256(reinterpret_cast<const __m256i*>(table)), lanes_cast<__m256i>(index)));
 }
+// The upper halves of `high` with the lower halves of `low`.
+FK_AVX2 inline FourDoubles joined(simd_t<uint32_t, 8> low, simd_t<uint32_t, 8> high) {
+  return lanes_cast<FourDoubles>(_mm256_blend_epi32(lanes_cast<__m256i>(low), lanes_cast<__m256i>(high), 0xaa));
+}
+FK_AVX2 inline FourDoubles selected(FourDoubles mask, FourDoubles yes, FourDoubles no) {
+  return _mm256_blendv_pd(no, yes, mask);
+}
+FK_AVX2 inline FourDoubles above(FourDoubles x, FourDoubles y) { return _mm256_cmp_pd(x, y, _CMP_GT_OQ); }
+
 constexpr bool kHasAvx512Code = true;
 #else
 constexpr bool kHasAvx512Code = false;
 #endif
+
+// A table of 16 numbers for vectors of four with AVX2. Each comparison that holds adds -1 to both halves of a lane, so
+// the halves of a number are stored at minus its index, modulo 8.
+constexpr uint32_t kCountsOfFour[8] = {0, 4, 0, 4, 0, 4, 0, 4};  // before the first comparison, for four numbers
+struct TableOfFourDoubles {
+  alignas(32) uint32_t first[8], fourth[8];    // both halves of the numbers 0 to 3, and 8 to 11
+  alignas(32) uint32_t low[2][8], high[2][8];  // lower and upper halves of the numbers 0 to 7, and 8 to 15
+  void set(int64_t index, double number) {
+    const auto bits = bit_cast<uint64_t>(number);
+    const uint32_t halves[] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
+    for (int64_t i = 0; i < 2; ++i) {
+      (index < 8 ? low : high)[i][-index & 7] = halves[i];
+      if (index % 8 < 4) (index < 8 ? first : fourth)[(4 * i - index) & 7] = halves[i];
+    }
+  }
+};
+
+struct TableOfDoubles {
+  double numbers[16];
+  void set(int64_t index, double number) { numbers[index] = number; }
+};
 
 template <int64_t n>
 struct DoubleLanes {
@@ -199,10 +223,55 @@ struct DoubleLanes {
     }
   }
 
-  // table[index], lane by lane, for a table of 4, 8, 12 or 16 numbers; with AVX-512 of 8 or 16.
+  // A table of 16 numbers, and places in it: with AVX2 those that count_below finds, else indices.
+  using Table = std::conditional_t<kIsAvx2, TableOfFourDoubles, TableOfDoubles>;
+  struct PlacesOfFour {
+    simd_t<uint32_t, 2 * n> counts;
+    Doubles above_half;
+  };
+  using Places = std::conditional_t<kIsAvx2, PlacesOfFour, Words>;
+
+  // The places whose index is the number of the first `size` - 1 bounds that are below x; `size` is 4, 8, 12 or 16.
+  template <int64_t size>
+  static FK_HOST_DEVICE Places count_below(const Doubles* bounds, const Doubles& x) {
+    Places found{};
+    if constexpr (kIsAvx2) {
+      if constexpr (size == 4) found.counts = load_simd<decltype(found.counts)>(kCountsOfFour);
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < size - 1; ++k) {
+        const Doubles mask = above(x, bounds[k]);
+        if (k == 7) found.above_half = mask;
+        found.counts += lanes_cast<decltype(found.counts)>(mask);
+      }
+    } else {
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < size - 1; ++k) found -= lanes_cast<Words>(x > bounds[k]);
+    }
+    return found;
+  }
+
+  // The numbers at these places; with AVX-512 `size` is 8 or 16.
+  template <int64_t size>
+  static FK_HOST_DEVICE Doubles look_up(const Table& table, const Places& places) {
+    if constexpr (kIsAvx2) {
+      const auto& counts = places.counts;
+      if constexpr (size == 4) return lanes_cast<Doubles>(permuted(table.first, counts));
+      const Doubles low = joined(permuted(table.low[0], counts), permuted(table.low[1], counts));
+      if constexpr (size <= 8) return low;
+      Doubles high;
+      if constexpr (size == 12) {
+        high = lanes_cast<Doubles>(permuted(table.fourth, counts + load_simd<simd_t<uint32_t, 2 * n>>(kCountsOfFour)));
+      } else {
+        high = joined(permuted(table.high[0], counts), permuted(table.high[1], counts));
+      }
+      return selected(places.above_half, high, low);
+    } else {
+      return look_up<size>(table.numbers, places);
+    }
+  }
   template <int64_t size>
   static FK_HOST_DEVICE Doubles look_up(const double* table, const Words& index) {
-    if constexpr (kIsAvx512 || kIsAvx2) {
+    if constexpr (kIsAvx512) {
       return permuted<size>(table, index);
     } else {
       return look_up(table, index, std::make_index_sequence<n>());
