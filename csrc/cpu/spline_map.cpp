@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include "cpu/spline_narrow.h"
 #include "cpu/spline_order.h"
 #include "cpu/spline_scores.h"
+#include "cpu/spline_wide.h"
 
 namespace focalkern::cpu {
 namespace {
@@ -68,10 +70,19 @@ CurveBounds bounds_of(const SplineMapForward& args) {
   return {farthest, largest, steepest};
 }
 
+// Whether vectors compute the scores of doubles directly from the exponentials.
+bool scores_fit_registers(const SplineMapForward& args) {
+  bool has_wide_vectors = has_avx512();
+#ifdef FK_HAS_AVX512_CODE
+  has_wide_vectors |= has_avx2();
+#endif
+  return has_wide_vectors && is_scalar(args.curve, args.scores);
+}
+
 // The `slack` of scores_in_registers: four times a bound of the rounding error of a score. Returns 0 if that is not
 // small compared with the rise of a score from step to step, or if the scores are not computed in registers.
 double slack_of_steps(const SplineMapForward& args) {
-  if (!scores_fit_registers(args.curve, args.scores)) return 0;
+  if (!scores_fit_registers(args)) return 0;
   constexpr double kLeastSlope = 1e-3;  // smallest slope in log q of a curve that keeps the order
   constexpr double kUnit = 0x1p-51, kLeastStep = 0x1p-31;
   const CurveBounds of = bounds_of(args);
@@ -170,6 +181,20 @@ int64_t narrow_map_forward(const SplineMapForward& args, int64_t row_begin, int6
   if (has_avx2()) return NarrowMap<32>(args).forward(row_begin, row_end);
 #endif
   return NarrowMap<16>(args).forward(row_begin, row_end);
+}
+
+// Computes the scores of a tile from its exponentials with AVX2, and the largest score of each row.
+void scores_in_fours(const VectorCurve<4>& curve, const SplineMapForward& args, uint64_t kept, double slack,
+                     const SplineTile& t) {
+  slack > 0 ? run_in<32, WideScores<true>>(t, curve, args.scores.factor, kept, slack)
+            : run_in<32, WideScores<false>>(t, curve, args.scores.factor, kept, slack);
+  for (int64_t i = 0; args.scores.keep_zeros && i < t.outer * t.inner; ++i) {
+    if (t.d[i] == kMinusInfinity) t.f[i] = kMinusInfinity;
+  }
+  for (int64_t r = 0; !t.column && r < t.n_rows; ++r) {
+    std::fill(t.f + r * t.inner + t.classes, t.f + (r + 1) * t.inner, kMinusInfinity);
+  }
+  largest_of_rows(t, t.f, t.score_top);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -298,6 +323,8 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
   const double grid = !input.in_steps ? 0 : wide ? kSplineFineGrid : kSplineGrid;
   const bool sorts = args.keep_order && !input.in_steps;
   RowOrder order(sorts && args.rows.classes > kFewPairs ? args.rows.classes : 0);
+  std::optional<VectorCurve<4>> in_fours;
+  if (scores_fit_registers(args) && !has_avx512()) in_fours.emplace(args.curve, /*unit=*/1.0);
   int64_t invalid = -1;
   double scale[kSplineTileRows], shift[kSplineTileRows];
   for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
@@ -306,7 +333,8 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
     largest_of_rows(t, t.d, t.top);
     exponents_of_logits(input, t, grid);
     validate_rows(args, row, t);
-    scores_of_exponents(input, tables, args.scores, row, slack, t);
+    in_fours ? scores_in_fours(*in_fours, args, kept_bits_of(input), slack, t)
+             : scores_of_exponents(input, tables, args.scores, row, slack, t);
     const int64_t rows = t.column ? kSplineTileRows : t.n_rows;
     if (args.log_output) {
       softmax_of_scores</*keep=*/true>(t);

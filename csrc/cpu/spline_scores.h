@@ -249,16 +249,12 @@ FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
 inline bool is_scalar(const SplineCurve& curve, const SplineScores& args) {
   return !args.weight && !args.bias && !args.extra && curve.knots < kSplineTables;
 }
-// Whether scores_in_registers supports these scores.
-inline bool scores_fit_registers(const SplineCurve& curve, const SplineScores& args) {
-  return is_scalar(curve, args) && has_avx512();
-}
 
 // Computes the scores of a tile from its exponentials, and the largest score of each row.
 inline void scores_of_exponents(const SplineInput& input, const CurveTables& curve, const SplineScores& args,
                                 int64_t row, double slack, const SplineTile& t) {
 #ifdef FK_HAS_AVX512_CODE
-  if (scores_fit_registers(curve.curve, args)) {
+  if (is_scalar(curve.curve, args) && has_avx512()) {
     const uint64_t kept = kept_bits_of(input);
     return slack > 0 ? scores_in_registers<true>(t, curve, args, kept, slack)
                      : scores_in_registers<false>(t, curve, args, kept, slack);

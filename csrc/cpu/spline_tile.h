@@ -188,6 +188,9 @@ FK_VECTOR_CLONES inline void largest_of_rows(const SplineTile& t, const double* 
   }
 }
 
+// log(1 - p) / p for p of at most kSplineSmall, as a polynomial.
+constexpr double kLogComplement[] = {-1.0 / 8, -1.0 / 7, -1.0 / 6, -1.0 / 5, -1.0 / 4, -1.0 / 3, -1.0 / 2, -1.0};
+
 #ifdef FK_HAS_AVX512_CODE
 FK_AVX512 inline __m512d look_up(const double* table, __m512i index) {
   return _mm512_permutex2var_pd(_mm512_load_pd(table), index, _mm512_load_pd(table + 8));
@@ -221,10 +224,8 @@ FK_AVX512 inline __m512d logarithms(__m512d x) {
 
 // log(1 - p) for p of at most kSplineSmall.
 FK_AVX512 inline __m512d log_complements_of_small(__m512d p) {
-  __m512d tail = _mm512_set1_pd(-1.0 / 8);
-  for (const double term : {-1.0 / 7, -1.0 / 6, -1.0 / 5, -1.0 / 4, -1.0 / 3, -1.0 / 2, -1.0}) {
-    tail = _mm512_fmadd_pd(tail, p, _mm512_set1_pd(term));
-  }
+  __m512d tail = _mm512_set1_pd(kLogComplement[0]);
+  for (int i = 1; i < 8; ++i) tail = _mm512_fmadd_pd(tail, p, _mm512_set1_pd(kLogComplement[i]));
   return _mm512_mul_pd(tail, p);
 }
 
