@@ -61,7 +61,7 @@ def cuda() -> torch.device:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew", action="store_true", help="rewrite tests/study/golden (tests/study/test_golden.py)")
     parser.addoption(
-        "--one-in", type=int, default=1, metavar="N", help="run the first case of each test, and 1 in N of the others"
+        "--one-in", type=int, default=1, metavar="N", help="run one in N cases, others with another release of torch"
     )
 
 
@@ -90,14 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(config: pytest.Config, items: list[pytest.Item], one_in: int) -> None:
-    """Deselects cases by a hash of their names, so that every run has the same ones."""
-    seen, kept, others = set(), [], []
+    """Deselects cases by a hash of their names and of torch's release, so that every run has the same ones."""
+    release = torch.__version__.partition("+")[0]
+    kept, others = [], []
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        is_first = function not in seen and not item.get_closest_marker("gpu")
-        seen |= {function} if is_first else set()
-        of_sample = zlib.crc32(item.nodeid.rpartition("/")[2].encode()) % one_in == 0
-        (kept if is_first or of_sample else others).append(item)
+        name = f"{item.nodeid.rpartition('/')[2]} {release}"
+        (others if zlib.crc32(name.encode()) % one_in else kept).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=others)
 
