@@ -68,5 +68,7 @@ def _precompiled(command: list[str], where: list[str], name: str) -> list[str | 
     with locked(header.with_suffix(".lock")):
         if not compiled.is_file():
             header.write_text(text)
-            run([*command, *where, "-x", "c++-header", header, "-o", compiled])
+            unfinished = compiled.with_suffix(".tmp")
+            run([*command, *where, "-x", "c++-header", header, "-o", unfinished])
+            unfinished.rename(compiled)
     return ["-include", header]

@@ -34,8 +34,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def release_of(torch: str) -> str:
-    """The release of torch, whose CPU and CUDA builds have the same headers."""
-    return torch.split("+")[0]
+    """The release of torch, whose CPU and CUDA builds have the same headers. A build from source is one of its own."""
+    return re.sub(r"\+(cpu|cu\d+)$", "", torch)
 
 
 def output_of(*command: str | Path) -> str:
