@@ -75,19 +75,24 @@ SplineFitRun<Interface> fit_of(const char* op, const Rows& of, const Tensor& kno
   TORCH_CHECK_VALUE(values.dim() == 1 && values.numel() == m, op, ": values must be [m] = [", m, "], got ",
                     values.sizes());
   const auto device = of.input.device();
+  const int64_t classes = of.rows.classes;
+  const bool matrix = of_x && of_x->dim() == 2;
+  const bool few = of.rows.storage == SplineStorage::kFeatures && classes <= cpu::kSplineFewClasses;
+  TORCH_CHECK_VALUE(!matrix || (few && of_x->size(0) == classes), op,
+                    ": of_x must be [C], or [C, C] for features of at most ", cpu::kSplineFewClasses, " classes, got ",
+                    of_x->sizes(), " for C = ", classes);
   const auto with_rows = [&](const OptionalTensor& tensor, int64_t numbers) {
-    TORCH_CHECK_VALUE(!tensor || tensor->numel() == numbers, op, ": vectors must be [C] and extra scores [N, C], got ",
-                      tensor->sizes());
+    TORCH_CHECK_VALUE(!tensor || tensor->numel() == numbers, op,
+                      ": vectors must be [C], matrices [C, C] and extra scores [N, C], got ", tensor->sizes());
     return tensor ? OptionalTensor(wide(*tensor, device)) : std::nullopt;
   };
-  const int64_t classes = of.rows.classes;
   const Tensor terms = wide(basis);
   return {of,
           wide(knots, device),
           wide(terms.matmul(wide(values)), device),
           terms,
           slope,
-          with_rows(of_x, classes),
+          with_rows(of_x, matrix ? classes * classes : classes),
           with_rows(bias, classes),
           with_rows(extra, of.rows.rows * classes),
           keep_zeros};
@@ -113,7 +118,7 @@ std::tuple<double, Tensor, Tensor> curve_sums(const Tensor& input, const Tensor&
   return {value, gradient, hessian};
 }
 
-// (value, gradient in (a, f) [m + 1], in v [C], in b [C], dL/dscore [N, C] if wanted).
+// (value, gradient in (a, f) [m + 1], in of_x [C] or [C, C], in b [C], dL/dscore [N, C] if wanted).
 std::tuple<double, Tensor, Tensor, Tensor, OptionalTensor> linear_sums(
     const Tensor& input, const Tensor& target, const Tensor& weight, double temperature, double floor,
     const Tensor& knots, const Tensor& basis, double slope, const Tensor& values, const OptionalTensor& of_x,
@@ -124,7 +129,9 @@ std::tuple<double, Tensor, Tensor, Tensor, OptionalTensor> linear_sums(
   OptionalTensor slopes;
   if (want_slopes) slopes = Interface::empty_doubles(input, {input.size(-2), input.size(-1)});
   const Tensor gradient = at::empty({knots.numel() + 1}, at::kDouble);
-  const Tensor of_weight = Interface::empty_doubles(input, {input.size(-1)}), of_bias = at::empty_like(of_weight);
+  const Tensor of_bias = Interface::empty_doubles(input, {input.size(-1)});
+  const bool matrix = of_x && of_x->dim() == 2;
+  const Tensor of_weight = matrix ? Interface::empty_doubles(input, of_x->sizes()) : at::empty_like(of_bias);
   const double value = fit.linear_sums(gradient, of_weight, of_bias, slopes);
   return {value, gradient, of_weight, of_bias, slopes};
 }

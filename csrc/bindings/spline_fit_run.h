@@ -113,7 +113,8 @@ struct SplineFitRows {
 };
 
 // A curve on rows; basis [m + 1, 4, m] lies on the CPU, coefficients [m + 1, 4] with the rows; each of the vectors of_x
-// and bias [C] and of the scores `extra` [N, C] may be absent.
+// and bias [C] and of the scores `extra` [N, C] may be absent. For features of at most kSplineFewClasses classes, of_x
+// may be a matrix [C, C].
 template <typename Torch>
 struct SplineFitRun {
   using Tensor = typename Torch::Tensor;
@@ -129,7 +130,9 @@ struct SplineFitRun {
         vectors{of_x, bias, extra},
         curve{knots.numel(), const_doubles_of(knots), const_doubles_of(coefficients)},
         scores{1 + slope, const_doubles_of(of_x), const_doubles_of(bias), const_doubles_of(extra),
-               keep_zeros && this->of.rows.storage != SplineStorage::kFeatures} {}
+               keep_zeros && this->of.rows.storage != SplineStorage::kFeatures} {
+    if (of_x.has_value() && of_x->dim() == 2) std::swap(scores.weight, scores.matrix);
+  }
 
   // Fills the gradient [m + 1] and the Hessian [m + 1, m + 1] of the sum of weight * -log p_target in (a, f); returns
   // the value.
@@ -150,8 +153,8 @@ struct SplineFitRun {
     return sums.back().nll;
   }
 
-  // Fills the gradient in (a, f) [m + 1], in v [C] and in b [C], which lie with the rows, and dL/dscore [N, C] if it is
-  // given; returns the value.
+  // Fills the gradient in (a, f) [m + 1], in of_x [C] or [C, C] and in b [C], which lie with the rows, and dL/dscore
+  // [N, C] if it is given; returns the value.
   double linear_sums(const Tensor& gradient, const Tensor& of_weight, const Tensor& of_bias,
                      const OptionalTensor& slopes) const {
     double* const to = slopes.has_value() ? doubles_of(*slopes) : nullptr;
@@ -173,7 +176,8 @@ struct SplineFitRun {
     }
 #endif
     if (of.input.is_cpu()) {
-      std::vector<cpu::SplineLinearSums> sums(n_spline_chunks(of.rows) + 1, cpu::SplineLinearSums(of.rows.classes));
+      const cpu::SplineLinearSums none(of.rows.classes, scores.matrix != nullptr);
+      std::vector<cpu::SplineLinearSums> sums(n_spline_chunks(of.rows) + 1, none);
       for_each_spline_chunk<Torch>(of.rows, [&](int64_t chunk, int64_t begin, int64_t end) {
         cpu::spline_linear_sums(of.rows, curve, scores, of.targets, to, begin, end, sums[chunk]);
       });

@@ -12,6 +12,7 @@ namespace focalkern::cpu {
 
 constexpr int64_t kSplineBinsPerUnit = 64;   // of the histogram of log-odds
 constexpr int64_t kSplineHistogramEnd = 60;  // from minus that on
+constexpr int64_t kSplineFewClasses = 32;    // up to this many, the rows of a tile lie side by side
 constexpr int64_t kSplineBins = 2 * kSplineHistogramEnd * kSplineBinsPerUnit;
 
 // ---- the map -------------------------------------------------------------------------------------------------------
@@ -55,14 +56,15 @@ void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const 
 void spline_curve_derivatives(const SplineCurveSums& sums, int64_t knots, const double* basis, double* gradient,
                               double* hessian);
 
-// The gradient in the curve and in a vector, without the Hessian; or the slopes for a matrix.
+// The gradient in the curve and in a vector or a matrix, without the Hessian; or the slopes for a matrix.
 struct SplineLinearSums {
-  explicit SplineLinearSums(int64_t classes = 0) : weight(classes), bias(classes) {}
+  explicit SplineLinearSums(int64_t classes = 0, bool of_matrix = false)
+      : weight(of_matrix ? classes * classes : classes), bias(classes) {}
   void add(const SplineLinearSums& other);
   double nll = 0;
   double moments[kSplineMaxFitKnots + 1][4] = {};  // per piece: r s^k with r = w (p - [target])
   double x = 0;                                    // r x
-  std::vector<double> weight, bias;                // [classes]: r x and r
+  std::vector<double> weight, bias;                // [classes]: r x and r; [classes, classes]: r_j x_k
 };
 // slopes: [rows, classes], r; null if not needed.
 void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,

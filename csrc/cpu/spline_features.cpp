@@ -40,6 +40,18 @@ FK_VECTOR_CLONES void sums_at_beta(const SplineTile& t, double beta) {
   }
 }
 
+// The losses of the rows at 1 / T, whose targets have these z - top, and their derivatives in 1 / T.
+FK_VECTOR_CLONES void losses_at_beta(const SplineTile& t, const double* of_target, double beta, double floor,
+                                     double* losses, double* slopes) {
+  const auto classes = static_cast<double>(t.classes);
+#pragma omp simd
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const auto loss = spline_temperature_loss(of_target[r], beta, t.sum[r], t.shared[r], floor, classes);
+    losses[r] = loss.value;
+    slopes[r] = loss.slope;
+  }
+}
+
 // z - top, at least -lowest.
 FK_VECTOR_CLONES void falls_of_tile(const SplineTile& t, double lowest) {
   for (int64_t o = 0; o < t.outer; ++o) {
@@ -57,20 +69,21 @@ FK_VECTOR_CLONES void falls_of_tile(const SplineTile& t, double lowest) {
 void spline_temperature_sums(const SplineInput& rows, const SplineTargets& targets, const double* betas,
                              int64_t n_betas, int64_t row_begin, int64_t row_end, double* values, double* slopes) {
   SplineScratch scratch(rows.classes, /*arrays=*/1);
+  double of_target[kSplineTileRows], of_rows[kSplineTileRows], slopes_of_rows[kSplineTileRows];
   for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
     const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
     read_logits(rows, row, tile);
     largest_of_rows(tile, tile.d, tile.top);
     falls_of_tile(tile, kSplineLowestFall);
+    for (int64_t r = 0; r < tile.n_rows; ++r) {
+      of_target[r] = tile.d[r * tile.row_stride + targets.target[row + r] * tile.class_stride];
+    }
     for (int64_t b = 0; b < n_betas; ++b) {
       sums_at_beta(tile, betas[b]);
+      losses_at_beta(tile, of_target, betas[b], rows.floor, of_rows, slopes_of_rows);
       for (int64_t r = 0; r < tile.n_rows; ++r) {
-        const double weight = targets.weight[row + r];
-        const double d = tile.d[r * tile.row_stride + targets.target[row + r] * tile.class_stride];
-        const auto loss = spline_temperature_loss(d, betas[b], tile.sum[r], tile.shared[r], rows.floor,
-                                                  static_cast<double>(rows.classes));
-        values[b] += weight * loss.value;
-        slopes[b] += weight * loss.slope;
+        values[b] += targets.weight[row + r] * of_rows[r];
+        slopes[b] += targets.weight[row + r] * slopes_of_rows[r];
       }
     }
   }

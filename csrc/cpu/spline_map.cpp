@@ -323,8 +323,7 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
   const double grid = !input.in_steps ? 0 : wide ? kSplineFineGrid : kSplineGrid;
   const bool sorts = args.keep_order && !input.in_steps;
   RowOrder order(sorts && args.rows.classes > kFewPairs ? args.rows.classes : 0);
-  std::optional<VectorCurve<4>> in_fours;
-  if (scores_fit_registers(args) && !has_avx512()) in_fours.emplace(args.curve, /*unit=*/1.0);
+  const bool in_fours = scores_fit_registers(args) && tables.in_fours;
   int64_t invalid = -1;
   double scale[kSplineTileRows], shift[kSplineTileRows];
   for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
@@ -333,7 +332,7 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
     largest_of_rows(t, t.d, t.top);
     exponents_of_logits(input, t, grid);
     validate_rows(args, row, t);
-    in_fours ? scores_in_fours(*in_fours, args, kept_bits_of(input), slack, t)
+    in_fours ? scores_in_fours(*tables.in_fours, args, kept_bits_of(input), slack, t)
              : scores_of_exponents(input, tables, args.scores, row, slack, t);
     const int64_t rows = t.column ? kSplineTileRows : t.n_rows;
     if (args.log_output) {

@@ -130,12 +130,15 @@ class VectorCurve {
 
   FK_HOST_DEVICE bool are_left(const Reals& u) const { return !Lanes::any(u, knot_[0]); }
 
+  // f(u), f'(u), the piece of u, and the offset of u on it.
   struct Point {
-    Reals value, slope;
+    Reals value, slope, offset;
+    typename Lanes::Places place{};
   };
-  // f(u) and f'(u). Each lane has the same bits in each of these functions.
+  // Each lane has the same bits in each of these functions.
   FK_HOST_DEVICE Point on_line(const Reals& u) const {
-    return {Lanes::fma(u - line_origin_, line_[1], line_[0]), line_[1]};
+    const Reals s = u - line_origin_;
+    return {Lanes::fma(s, line_[1], line_[0]), line_[1], s};
   }
   FK_HOST_DEVICE Point on_quarter(const Reals& u) const { return at<Lanes::kIsAvx512 ? kHalf : kQuarter>(u); }
   FK_HOST_DEVICE Point operator()(const Reals& u) const {
@@ -167,7 +170,7 @@ class VectorCurve {
     Reals power[4];
     for (int k = 0; k < 4; ++k) power[k] = Lanes::template look_up<pieces>(power_[k], places);
     const Reals square = Lanes::fma(power[3], s, power[2]), rise = Lanes::fma(power[3] * 3, s, power[2] + power[2]);
-    return {Lanes::fma(Lanes::fma(square, s, power[1]), s, power[0]), Lanes::fma(rise, s, power[1])};
+    return {Lanes::fma(Lanes::fma(square, s, power[1]), s, power[0]), Lanes::fma(rise, s, power[1]), s, places};
   }
   template <int64_t pieces>
   static FK_HOST_DEVICE Reals entry(const double* table, const Words& code) {

@@ -1,7 +1,9 @@
 // Curve, scores and softmax of a tile of rows with computed features (cpu/spline_tile.h).
 #pragma once
 
-#include "cpu/spline_tile.h"
+#include <optional>
+
+#include "cpu/spline_narrow_curve.h"
 
 namespace focalkern::cpu {
 namespace {
@@ -12,6 +14,9 @@ namespace {
 struct CurveTables {
   explicit CurveTables(const SplineCurve& curve) : curve(curve) {
     if (curve.knots >= kSplineTables) return;
+#ifdef FK_HAS_AVX512_CODE
+    if (has_avx2() && !has_avx512()) in_fours.emplace(curve, /*unit=*/1.0);
+#endif
     std::fill_n(knot, kSplineTables, -kMinusInfinity);
     std::copy_n(curve.positions, curve.knots, knot);
     std::fill_n(origin, kSplineTables, curve.positions[curve.knots - 1]);
@@ -24,6 +29,7 @@ struct CurveTables {
     }
   }
   SplineCurve curve;
+  std::optional<VectorCurve<4>> in_fours;  // with AVX2 but without AVX-512
   alignas(64) double knot[kSplineTables], origin[kSplineTables], power[4][kSplineTables];
 };
 
@@ -79,6 +85,19 @@ FK_AVX512 void curve_in_registers(const SplineTile& t, const CurveTables& tables
     if constexpr (with_slope) _mm512_store_pd(t.slope + i, found.slope);
   }
 }
+
+template <bool with_slope>
+FK_AVX2 void curve_in_fours(const SplineTile& t, const VectorCurve<4>& curve) {
+  const int64_t n = t.outer * t.inner;
+  for (int64_t i = 0; i < n; i += 4) {
+    const auto u = load_simd<simd_t<double, 4>>(t.u + i);
+    const auto found = curve(u);
+    store_simd(found.value, t.f + i);
+    store_simd(found.offset, t.u + i);
+    store_negated(found.place.counts, t.piece + i);
+    if constexpr (with_slope) store_simd(found.slope, t.slope + i);
+  }
+}
 #endif
 
 FK_VECTOR_CLONES inline void count_knots_below(const double* u, int64_t n, const SplineCurve& curve, uint8_t* piece) {
@@ -116,11 +135,29 @@ template <bool with_slope>
 void curve_of_tile(const SplineTile& t, const CurveTables& tables) {
 #ifdef FK_HAS_AVX512_CODE
   if (tables.curve.knots < kSplineTables && has_avx512()) return curve_in_registers<with_slope>(t, tables);
+  if (tables.in_fours) return curve_in_fours<with_slope>(t, *tables.in_fours);
 #endif
   curve_one_by_one<with_slope>(t, tables.curve);
 }
 
 // ---- scores and their softmax --------------------------------------------------------------------------------------
+
+// Adds D x in the column layout.
+FK_VECTOR_CLONES inline void add_matrix(const double* matrix, const SplineTile& t) {
+  using Four = simd_t<double, 4>;
+  for (int64_t j = 0; j < t.classes; ++j) {
+    double* f = t.f + j * kSplineTileRows;
+    for (int64_t i = 0; i < kSplineTileRows; i += 16) {
+      Four score[4];
+      for (int64_t q = 0; q < 4; ++q) score[q] = load_simd<Four>(f + i + 4 * q);
+      for (int64_t k = 0; k < t.classes; ++k) {
+        const double* x = t.x + k * kSplineTileRows + i;
+        for (int64_t q = 0; q < 4; ++q) score[q] += matrix[j * t.classes + k] * load_simd<Four>(x + 4 * q);
+      }
+      for (int64_t q = 0; q < 4; ++q) store_simd(score[q], f + i + 4 * q);
+    }
+  }
+}
 
 FK_VECTOR_CLONES inline void scores_of_tile(const SplineScores& args, int64_t row, const SplineTile& t) {
   for (int64_t o = 0; o < t.outer; ++o) {
@@ -145,6 +182,7 @@ FK_VECTOR_CLONES inline void scores_of_tile(const SplineScores& args, int64_t ro
     }
     for (int64_t i = t.column ? t.inner : t.classes; i < t.inner; ++i) f[i] = kMinusInfinity;
   }
+  if (args.matrix) add_matrix(args.matrix, t);
   if (!args.extra) return;
   for (int64_t r = 0; r < t.n_rows; ++r) {
     const double* extra = args.extra + (row + r - args.first_row) * t.classes;

@@ -32,12 +32,12 @@ FK_HOST_DEVICE Four left_of(const Four& entries, const uint8_t* piece) {
   std::memcpy(&pieces, piece, sizeof(pieces));
   return __builtin_convertvector(pieces, simd_t<int64_t, 4>) == 0 ? entries : Four{};
 }
-// Calls work(i) for each of n entries, in whole groups of eight, that is not on piece 0.
-template <typename Work>
+// Calls work(i) for each of n entries, in whole groups, that is not on piece 0.
+template <int64_t group_size, typename Work>
 FK_HOST_DEVICE void for_each_inner(const uint8_t* piece, int64_t n, Work work) {
-  for (int64_t group = 0; group < n; group += 8) {
-    uint64_t pieces;
-    std::memcpy(&pieces, piece + group, sizeof(pieces));
+  for (int64_t group = 0; group < n; group += group_size) {
+    uint64_t pieces = 0;
+    std::memcpy(&pieces, piece + group, group_size);
     // The addition sets the highest bit of every byte from 1 to 128. A branch per entry would be mispredicted.
     for (uint64_t rest = (pieces + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080; rest != 0; rest &= rest - 1) {
       work(group + (std::countr_zero(rest) >> 3));
@@ -84,37 +84,54 @@ FK_HOST_DEVICE void add_entry(RowMoments& row, int64_t piece, double s, double x
   row.seen |= uint32_t{1} << piece;
 }
 
-FK_HOST_DEVICE void moments_of_row(const SplineTile& t, int64_t r, RowMoments& row) {
-  row.x_squared = 0;
-  if (t.column) {
-    double squares = 0;
-    for (int64_t c = 0; c < t.classes; ++c) {
-      const int64_t i = c * kSplineTileRows + r;
-      squares += t.f[i] * t.x[i] * t.x[i];
-      add_entry(row, t.piece[i], t.u[i], t.x[i], t.f[i]);
-    }
-    row.x_squared = squares;
-    return;
-  }
-  const double *p = t.f + r * t.inner, *s = t.u + r * t.inner, *x = t.x + r * t.inner;
-  const uint8_t* piece = t.piece + r * t.inner;
+// Sums over entries on piece 0, where the spline is a line, and of all p x^2. Lanes are classes or rows.
+struct LineMoments {
   Four p0{}, p1{}, p2{}, x0{}, x1{}, squares{};
-  for (int64_t i = 0; i < t.inner; i += 4) {
-    const Four of_s = load_simd<Four>(s + i), of_x = load_simd<Four>(x + i), of_p = load_simd<Four>(p + i);
-    const Four left = left_of(of_p, piece + i), with_s = left * of_s, with_x = left * of_x;
-    squares += of_p * of_x * of_x;
+  FK_HOST_DEVICE void add(const SplineTile& t, int64_t i) {
+    const Four s = load_simd<Four>(t.u + i), x = load_simd<Four>(t.x + i), p = load_simd<Four>(t.f + i);
+    const Four left = left_of(p, t.piece + i), with_s = left * s, with_x = left * x;
+    squares += p * x * x;
     p0 += left;
     p1 += with_s;
-    p2 += with_s * of_s;
+    p2 += with_s * s;
     x0 += with_x;
-    x1 += with_x * of_s;
+    x1 += with_x * s;
   }
-  row.x_squared = total_of(squares);
-  const Four of_p{total_of(p0), total_of(p1), total_of(p2), 0.0}, of_x{total_of(x0), total_of(x1), 0.0, 0.0};
-  add_to(row.of_piece[0], of_p);
-  add_to(row.of_piece[0] + 8, of_x);
+};
+
+// Of the rows from r on in the column layout.
+FK_HOST_DEVICE void moments_of_rows(const SplineTile& t, int64_t r, RowMoments (&rows)[4]) {
+  LineMoments line;
+  for (int64_t c = 0; c < t.classes; ++c) {
+    const int64_t first = c * kSplineTileRows + r;
+    line.add(t, first);
+    for_each_inner<4>(t.piece + first, 4, [&](int64_t lane) {
+      const int64_t i = first + lane;
+      add_entry(rows[lane], t.piece[i], t.u[i], t.x[i], t.f[i]);
+    });
+  }
+  for (int64_t lane = 0; lane < 4; ++lane) {
+    RowMoments& row = rows[lane];
+    row.x_squared = line.squares[lane];
+    add_to(row.of_piece[0], Four{line.p0[lane], line.p1[lane], line.p2[lane], 0.0});
+    add_to(row.of_piece[0] + 8, Four{line.x0[lane], line.x1[lane], 0.0, 0.0});
+    row.seen |= 1;
+  }
+}
+
+// Of row r in the row layout.
+FK_HOST_DEVICE void moments_of_row(const SplineTile& t, int64_t r, RowMoments& row) {
+  const int64_t first = r * t.inner;
+  LineMoments line;
+  for (int64_t i = 0; i < t.inner; i += 4) line.add(t, first + i);
+  row.x_squared = total_of(line.squares);
+  add_to(row.of_piece[0], Four{total_of(line.p0), total_of(line.p1), total_of(line.p2), 0.0});
+  add_to(row.of_piece[0] + 8, Four{total_of(line.x0), total_of(line.x1), 0.0, 0.0});
   row.seen |= 1;
-  for_each_inner(piece, t.inner, [&](int64_t i) { add_entry(row, piece[i], s[i], x[i], p[i]); });
+  for_each_inner<8>(t.piece + first, t.inner, [&](int64_t c) {
+    const int64_t i = first + c;
+    add_entry(row, t.piece[i], t.u[i], t.x[i], t.f[i]);
+  });
 }
 
 // basis[piece][k]: coefficients of (a, f_1, ..., f_m); that of a is 0.
@@ -129,44 +146,77 @@ struct Basis {
   double terms[kSize][4][kSize] = {};
 };
 
-FK_VECTOR_CLONES void add_curve_rows(const SplineTile& t, const SplineTargets& targets, int64_t row, int64_t knots,
-                                     const Basis& basis, RowMoments& moments, SplineCurveSums& sums) {
-  for (int64_t r = 0; r < t.n_rows; ++r) {
-    const double weight = targets.weight[row + r];
-    if (weight == 0) continue;
-    const int64_t target = r * t.row_stride + targets.target[row + r] * t.class_stride;
-    moments_of_row(t, r, moments);
-    const double share = 1 / t.sum[r], total = weight * share;
-    sums.nll += weight * t.shared[r];
-    sums.x_squared += total * moments.x_squared;
-    sums.of_target_x += weight * t.x[target];
-    // t.u holds the offset of the target on its piece.
-    add_to(sums.of_target[t.piece[target]], weight * powers_of(t.u[target]));
-    double mean[kSize] = {};
-    for (int64_t piece = 0; piece <= knots; ++piece) {
-      if (!(moments.seen >> piece & 1)) continue;
-      double* of_row = moments.of_piece[piece];
-      double* of_all = sums.moments[piece];
-      mean[0] += of_row[8] * share;
-      for (int64_t k = 0; k < 4; ++k) {
-        const double factor = of_row[k] * share;
-        const double* terms = basis.terms[piece][k];
-#pragma omp simd
-        for (int64_t j = 0; j < kSize; ++j) mean[j] += factor * terms[j];
-      }
-#pragma omp simd
-      for (int64_t k = 0; k < 12; ++k) {
-        of_all[k] += total * of_row[k];
-        of_row[k] = 0;
+// Adds the sums of a row with this weight, clears them, and writes its mean times the weight and its mean. `vectors`
+// of four numbers hold m + 1.
+template <int64_t vectors>
+FK_HOST_DEVICE void add_curve_row(const SplineTile& t, int64_t r, int64_t target, double weight, int64_t knots,
+                                  const Basis& basis, RowMoments& moments, SplineCurveSums& sums,
+                                  Four (&mean)[vectors]) {
+  const double share = 1 / t.sum[r], total = weight * share;
+  sums.nll += weight * t.shared[r];
+  sums.x_squared += total * moments.x_squared;
+  sums.of_target_x += weight * t.x[target];
+  // t.u holds the offset of the target on its piece.
+  add_to(sums.of_target[t.piece[target]], weight * powers_of(t.u[target]));
+  Four even[vectors] = {}, odd[vectors] = {};  // a chain of additions for each parity of the power
+  double of_x = 0;
+  for (uint32_t rest = moments.seen; rest != 0; rest &= rest - 1) {
+    const int64_t piece = std::countr_zero(rest);
+    double* of_row = moments.of_piece[piece];
+    double* of_all = sums.moments[piece];
+    of_x += of_row[8];
+    const int64_t powers = piece == 0 || piece == knots ? 2 : 4;  // of a line, or of a cubic
+    for (int64_t k = 0; k < powers; k += 2) {
+      const double* terms = basis.terms[piece][k];
+      for (int64_t j = 0; j < vectors; ++j) {
+        even[j] += of_row[k] * load_simd<Four>(terms + 4 * j);
+        odd[j] += of_row[k + 1] * load_simd<Four>(terms + kSize + 4 * j);
       }
     }
-    moments.seen = 0;
-    for (int64_t j = 0; j <= knots; ++j) {
-      const double factor = weight * mean[j];
-#pragma omp simd
-      for (int64_t k = 0; k < kSize; ++k) sums.means[j][k] += factor * mean[k];
+    for (int64_t k = 0; k < 12; k += 4) {
+      add_to(of_all + k, total * load_simd<Four>(of_row + k));
+      store_simd(Four{}, of_row + k);
     }
   }
+  moments.seen = 0;
+  even[0] += Four{of_x, 0.0, 0.0, 0.0};
+  for (int64_t j = 0; j < vectors; ++j) mean[j] = share * (even[j] + odd[j]);
+}
+
+template <int64_t vectors>
+FK_HOST_DEVICE void add_rows(const SplineTile& t, const SplineTargets& targets, int64_t row, int64_t knots,
+                             const Basis& basis, RowMoments (&moments)[4], SplineCurveSums& sums) {
+  for (int64_t first = 0; first < t.n_rows; first += 4) {
+    if (t.column) moments_of_rows(t, first, moments);
+    Four means[4][vectors] = {};
+    double weights[4] = {};
+    for (int64_t i = 0; i < 4; ++i) {
+      const int64_t r = first + i;
+      weights[i] = r < t.n_rows ? targets.weight[row + r] : 0;
+      if (weights[i] == 0) {
+        moments[i] = {};
+        continue;
+      }
+      if (!t.column) moments_of_row(t, r, moments[i]);
+      const int64_t target = r * t.row_stride + targets.target[row + r] * t.class_stride;
+      add_curve_row<vectors>(t, r, target, weights[i], knots, basis, moments[i], sums, means[i]);
+    }
+    for (int64_t j = 0; j <= knots; ++j) {
+      double factors[4];
+      for (int64_t i = 0; i < 4; ++i) factors[i] = weights[i] * means[i][j / 4][j % 4];
+      for (int64_t k = 0; k < vectors; ++k) {
+        Four found = load_simd<Four>(sums.means[j] + 4 * k);
+        for (int64_t i = 0; i < 4; ++i) found += factors[i] * means[i][k];
+        store_simd(found, sums.means[j] + 4 * k);
+      }
+    }
+  }
+}
+
+FK_VECTOR_CLONES void add_curve_rows(const SplineTile& t, const SplineTargets& targets, int64_t row, int64_t knots,
+                                     const Basis& basis, RowMoments (&moments)[4], SplineCurveSums& sums) {
+  knots < 12 ? add_rows<3>(t, targets, row, knots, basis, moments, sums)
+             : add_rows<4>(t, targets, row, knots, basis, moments, sums);
 }
 
 // ---- gradient in the curve and in a vector -------------------------------------------------------------------------
@@ -199,47 +249,49 @@ FK_HOST_DEVICE void add_copies(const double (&copies)[4][kSize][4], double (&mom
   }
 }
 
-FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sums) {
-  const bool by_class = !sums.bias.empty();
-  if (t.column) {
-    double moments[4][kSize][4] = {};
-    for (int64_t c = 0; c < t.classes; ++c) {
-      const double *r = t.f + c * kSplineTileRows, *s = t.u + c * kSplineTileRows, *x = t.x + c * kSplineTileRows;
-      double of_class = 0, of_x = 0;
-#pragma omp simd reduction(+ : of_class, of_x)
-      for (int64_t i = 0; i < kSplineTileRows; ++i) {
-        of_class += r[i];
-        of_x += r[i] * x[i];
-      }
-      sums.x += of_x;
-      if (by_class) {
-        sums.bias[c] += of_class;
-        sums.weight[c] += of_x;
-      }
-      const uint8_t* piece = t.piece + c * kSplineTileRows;
-      for (int64_t i = 0; i < t.n_rows; ++i) add_to(moments[i & 3][piece[i]], r[i] * powers_of(s[i]));
+// Adds the sums over the rows of r x of class j and of each class, in the column layout.
+FK_HOST_DEVICE void add_products(const SplineTile& t, int64_t j, double* sums) {
+  const double* r = t.f + j * kSplineTileRows;
+  int64_t k = 0;
+  const auto add = [&](auto count) __attribute__((always_inline)) {
+    constexpr int64_t n = decltype(count)::value;
+    const double* x = t.x + k * kSplineTileRows;
+    Four found[n] = {};
+    for (int64_t i = 0; i < kSplineTileRows; i += 4) {
+      const Four of_r = load_simd<Four>(r + i);
+      for (int64_t c = 0; c < n; ++c) found[c] += of_r * load_simd<Four>(x + c * kSplineTileRows + i);
     }
-    add_copies(moments, sums.moments);
-    return;
-  }
+    for (int64_t c = 0; c < n; ++c) sums[k + c] += total_of(found[c]);
+    k += n;
+  };
+  while (k + 5 <= t.classes) add(std::integral_constant<int64_t, 5>());
+  while (k < t.classes) add(std::integral_constant<int64_t, 1>());
+}
+
+FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sums) {
+  const bool of_matrix = sums.weight.size() > sums.bias.size();
   double* const bias = sums.bias.data();
   double* const weight = sums.weight.data();
   double moments[4][kSize][4] = {};
   for (int64_t o = 0; o < t.outer; ++o) {
     const double *r = t.f + o * t.inner, *s = t.u + o * t.inner, *x = t.x + o * t.inner;
     const uint8_t* piece = t.piece + o * t.inner;
-    Four r0{}, r1{}, of_x{};
+    Four r0{}, r1{}, all{}, of_x{};
     for (int64_t i = 0; i < t.inner; i += 4) {
       const Four of_r = load_simd<Four>(r + i), left = left_of(of_r, piece + i);
       r0 += left;
       r1 += left * load_simd<Four>(s + i);
+      all += of_r;
       of_x += of_r * load_simd<Four>(x + i);
     }
-    for_each_inner(piece, t.inner, [&](int64_t i) { add_to(moments[i & 3][piece[i]], r[i] * powers_of(s[i])); });
+    for_each_inner<8>(piece, t.inner, [&](int64_t i) { add_to(moments[i & 3][piece[i]], r[i] * powers_of(s[i])); });
     sums.x += total_of(of_x);
     sums.moments[0][0] += total_of(r0);
     sums.moments[0][1] += total_of(r1);
-    if (by_class) {
+    if (t.column) {
+      bias[o] += total_of(all);
+      of_matrix ? add_products(t, o, weight + o * t.classes) : void(weight[o] += total_of(of_x));
+    } else {
 #pragma omp simd
       for (int64_t i = 0; i < t.classes; ++i) {
         bias[i] += r[i];
@@ -276,10 +328,8 @@ void SplineLinearSums::add(const SplineLinearSums& other) {
   for (int64_t i = 0; i < kSize; ++i) {
     for (int64_t k = 0; k < 4; ++k) moments[i][k] += other.moments[i][k];
   }
-  for (size_t c = 0; c < weight.size(); ++c) {
-    weight[c] += other.weight[c];
-    bias[c] += other.bias[c];
-  }
+  for (size_t i = 0; i < weight.size(); ++i) weight[i] += other.weight[i];
+  for (size_t c = 0; c < bias.size(); ++c) bias[c] += other.bias[c];
 }
 
 void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,
@@ -288,7 +338,7 @@ void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const 
   SplineScratch scratch(rows.classes, /*arrays=*/5);
   const CurveTables tables(curve);
   const Basis basis(curve.knots, of_knots);
-  RowMoments moments{};
+  RowMoments moments[4] = {};
   for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
     const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
     softmax_and_loss(rows, tables, scores, targets, row, tile);

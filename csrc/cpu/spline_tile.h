@@ -18,8 +18,7 @@ namespace focalkern::cpu {
 namespace {
 
 constexpr int64_t kSplineTileRows = 64;
-constexpr int64_t kSplineLanes = 8;        // classes of the row layout are padded to whole groups of this many
-constexpr int64_t kSplineFewClasses = 32;  // up to this many, the layout is `column`
+constexpr int64_t kSplineLanes = 8;  // classes of the row layout are padded to whole groups of this many
 constexpr int64_t kSplineTileElements = 2048;
 constexpr int kSplineTables = 16;        // entries of a table of pieces that two registers hold
 constexpr double kSplineSmall = 0x1p-6;  // up to this p a polynomial gives log(1 - p)

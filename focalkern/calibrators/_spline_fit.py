@@ -118,8 +118,8 @@ def curve_sums(rows: SplineRows, map: Map) -> Tensor:
 def parts_of(
     rows: SplineRows, map: Map, blocks: Sequence[Block] | None = None
 ) -> Iterator[tuple[MemoryRows, Tensor | None, Tensor | None]]:
-    """Blocks (rows, x, D x) for a matrix; otherwise the parts of the source as (rows, None, None)."""
-    if map.weight is None or map.weight.dim() == 1:
+    """Blocks (rows, x, D x) for a matrix that the sums do not take; otherwise the parts as (rows, None, None)."""
+    if map.weight is None or map.weight.dim() == 1 or rows.takes_matrix:
         for part in rows.parts():
             yield part, None, None
     else:
@@ -140,12 +140,12 @@ def blocks_in_memory(rows: SplineRows) -> Sequence[Block] | None:
 
 
 def arguments(rows: SplineRows, part: MemoryRows, map: Map, extra: Tensor | None) -> tuple[Any, ...]:
-    """The arguments of the functions of :mod:`focalkern.fallback.spline_sums`."""
-    vector = None if map.weight is None or map.weight.dim() == 2 else map.weight
+    """The arguments of the functions of :mod:`focalkern.fallback.spline_sums`; ``extra`` is D x, or None."""
+    of_x = map.weight if extra is None else None
     spline, is_probs = rows.spline, rows.input_kind == "probs"
     curve = (spline.knots, spline.basis, float(map.curve[0]), map.curve[1:])
     of_rows = (part.input, part.target, part.weight, rows.temperature, rows.floor)
-    return (*of_rows, *curve, vector, map.bias, extra, is_probs, rows.masks)
+    return (*of_rows, *curve, of_x, map.bias, extra, is_probs, rows.masks)
 
 
 def predictor(rows: SplineRows, map: Map) -> Predict:

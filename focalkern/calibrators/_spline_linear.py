@@ -54,7 +54,7 @@ class LinearObjective:
         assert like.weight is not None
         self._rows, self._shape = rows, like.weight.shape
         self._sizes = [len(like.curve), like.weight.numel(), rows.n_classes]
-        self._blocks = None if like.weight.dim() == 1 else blocks_in_memory(rows)
+        self._blocks = None if like.weight.dim() == 1 or rows.takes_matrix else blocks_in_memory(rows)
 
     @functools.cached_property
     def _penalty(self) -> tuple[Tensor, Tensor]:
@@ -74,13 +74,13 @@ class LinearObjective:
 
     def sums(self, point: Tensor) -> Tensor:
         """The summed loss without penalties and its gradient, as one tensor."""
-        rows, map, vector = self._rows, self.map(point), len(self._shape) == 1
+        rows, map = self._rows, self.map(point)
         sums = point.new_zeros(1 + len(point))
         for part, x, extra in parts_of(rows, map, self._blocks):
             sums_of = spline_sums_for(part.input).spline_linear_sums
-            value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), not vector)
-            of_linear = of_classes if x is None else (slopes.T @ x).reshape(-1)
-            sums += torch.cat([point.new_full((1,), value), of_curve.to(rows.device), of_linear, of_one])
+            value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), x is not None)
+            of_linear = of_classes if x is None else slopes.T @ x
+            sums += torch.cat([point.new_full((1,), value), of_curve.to(rows.device), of_linear.reshape(-1), of_one])
         return rows.source.add_up(sums)
 
     def of_sums(self, point: Tensor, sums: Tensor) -> tuple[float, Tensor]:

@@ -20,6 +20,7 @@ from focalkern.calibrators._spline_features import (
     robust_temperature,
     spread,
 )
+from focalkern.fallback._spline_arguments import FEW_CLASSES
 from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["SplineRows"]
@@ -79,6 +80,11 @@ class SplineRows:
     @property
     def n_classes(self) -> int:
         return self.source.n_classes
+
+    @property
+    def takes_matrix(self) -> bool:
+        """Whether the sums take a matrix; else they need its products with x."""
+        return self.kept is not None and self.n_classes <= FEW_CLASSES
 
     @property
     def weight_sum(self) -> float:

@@ -5,10 +5,13 @@ from torch import Tensor
 
 from focalkern.fallback._checks import check_dense, check_floating, check_same_device, scalar_name
 
-__all__ = ["check_curve", "check_gradient", "check_input", "check_map", "check_rows"]
+__all__ = ["FEW_CLASSES", "check_curve", "check_gradient", "check_input", "check_map", "check_rows"]
 
 _OP = "spline_calibration_map"
 _MOST_KNOTS, _MOST_FIT_KNOTS = 255, 15
+
+FEW_CLASSES = 32
+"""Largest number of classes with which the sums take a matrix; with more, a matrix product outside takes less time."""
 
 
 def check_map(
@@ -101,7 +104,7 @@ def check_curve(
     bias: Tensor | None,
     extra: Tensor | None,
 ) -> None:
-    """The curve of a sum: knots [m], basis [m + 1, 4, m], values [m], of_x and bias [C], extra [N, C]."""
+    """The curve of a sum: knots [m], basis [m + 1, 4, m], values [m], of_x [C] or [C, C], bias [C], extra [N, C]."""
     m = knots.numel()
     if knots.dim() != 1 or not 2 <= m <= _MOST_FIT_KNOTS:
         raise ValueError(f"{op}: knots must be [m] with m from 2 to {_MOST_FIT_KNOTS}, got {list(knots.shape)}")
@@ -110,6 +113,15 @@ def check_curve(
     if values.shape != (m,):
         raise ValueError(f"{op}: values must be [m] = [{m}], got {list(values.shape)}")
     n_rows, n_classes = input.shape[-2:]
-    for tensor, numbers in ((of_x, n_classes), (bias, n_classes), (extra, n_rows * n_classes)):
+    matrix = of_x is not None and of_x.dim() == 2
+    if of_x is not None and matrix and not (input.dim() == 3 and len(of_x) == n_classes <= FEW_CLASSES):
+        raise ValueError(
+            f"{op}: of_x must be [C], or [C, C] for features of at most {FEW_CLASSES} classes, got {list(of_x.shape)} "
+            f"for C = {n_classes}"
+        )
+    numbers_of_x = n_classes**2 if matrix else n_classes
+    for tensor, numbers in ((of_x, numbers_of_x), (bias, n_classes), (extra, n_rows * n_classes)):
         if tensor is not None and tensor.numel() != numbers:
-            raise ValueError(f"{op}: vectors must be [C] and extra scores [N, C], got {list(tensor.shape)}")
+            raise ValueError(
+                f"{op}: vectors must be [C], matrices [C, C] and extra scores [N, C], got {list(tensor.shape)}"
+            )

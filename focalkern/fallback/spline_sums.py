@@ -7,7 +7,8 @@ Names, arguments and results are those of the compiled module:
 * ``input`` of the sums in the curve may also be the features [2, N, C] float64 of rows without impossible classes;
 * the curve: ``knots`` [m], ``basis`` [m + 1, 4, m] (the coefficients of the spline that is 1 at one knot and 0 at the
   others), ``slope`` a and ``values`` [m]; they, and derivatives in them, are on the CPU;
-* ``of_x``, ``bias``: v and b [C], or None; ``extra``: [N, C], added to the scores, or None;
+* ``of_x``, ``bias``: v and b [C], or None; for features of few classes ``of_x`` may be D [C, C];
+* ``extra``: [N, C], added to the scores, or None;
 * ``keep_zeros``: a logit of -inf keeps the probability 0.
 """
 
@@ -183,7 +184,7 @@ def spline_linear_sums(
     keep_zeros: bool,
     want_slopes: bool,
 ) -> tuple[float, Tensor, Tensor, Tensor, Tensor | None]:
-    """Value of the sum of -w log p_target and its gradients in (a, f) [m + 1], v [C] and b [C].
+    """Value of the sum of -w log p_target and its gradients in (a, f) [m + 1], of_x [C] or [C, C], and b [C].
 
     With ``want_slopes`` also the gradient in the scores [N, C], else None.
     """
@@ -193,8 +194,9 @@ def spline_linear_sums(
     device, pieces = input.device, len(knots) + 1
     nll, sum_of_x = 0.0, 0.0
     moments = torch.zeros(pieces, 4, dtype=torch.float64, device=device)
-    of_weight = torch.zeros(input.shape[-1], dtype=torch.float64, device=device)
-    of_bias = torch.zeros_like(of_weight)
+    of_bias = torch.zeros(input.shape[-1], dtype=torch.float64, device=device)
+    matrix = of_x is not None and of_x.dim() == 2
+    of_weight = torch.zeros_like(of_x if of_x is not None and matrix else of_bias)
     slopes = []
     for block, labels, w, *added in _blocks(_by_row(input), target.unsqueeze(1), weight, *_given(extra)):
         x, u = _features(block, temperature, floor, is_probs)
@@ -210,7 +212,7 @@ def spline_linear_sums(
             slopes.append(residual.clone())
         of_bias += residual.sum(0)
         of_classes = (residual * x).sum(0)
-        of_weight += of_classes
+        of_weight += residual.T @ x if matrix else of_classes
         sum_of_x += float(of_classes.sum())
         places = piece.reshape(-1)
         for k in range(4):
@@ -269,7 +271,7 @@ def _curve(coefficients: Tensor, piece: Tensor, s: Tensor) -> Tensor:
 
 def _plus(scores: Tensor, x: Tensor, of_x: Tensor | None, *terms: Tensor | None) -> Tensor:
     if of_x is not None:
-        scores += of_x * x
+        scores += of_x * x if of_x.dim() == 1 else x @ of_x.T
     for term in terms:
         if term is not None:
             scores += term

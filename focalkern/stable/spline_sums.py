@@ -111,7 +111,8 @@ def spline_linear_sums(
     rows = _rows(op, input, target, weight, of_curve=True)
     curve = _curve(op, input, knots, basis, values, of_x, bias, extra)
     gradient = torch.empty(knots.numel() + 1, dtype=_WIDE, device="cpu")
-    of_weight, of_bias = (input.new_empty(input.shape[-1], dtype=_WIDE) for _ in range(2))
+    of_bias = input.new_empty(input.shape[-1], dtype=_WIDE)
+    of_weight = torch.empty_like(of_bias if of_x is None else of_x, dtype=_WIDE)
     slopes = input.new_empty(input.shape[-2:], dtype=_WIDE) if want_slopes else None
     settings = (temperature, floor, slope, is_probs, keep_zeros)
     sums = (gradient, of_weight, of_bias, slopes)

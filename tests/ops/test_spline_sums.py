@@ -145,6 +145,27 @@ def test_sums_of_features_are_those_of_their_rows(n_classes, module):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@pytest.mark.parametrize("module", [KERNELS, fallback], ids=["kernels", "fallback"])
+@pytest.mark.parametrize("n_classes", [2, 3, 10, 32])  # 3: no whole group of products; 10: two of them; 32: the most
+def test_a_matrix_stands_for_its_products(n_classes, module):
+    z, target, weight = problem(90, n_classes)
+    features = module.spline_features(z.clamp(min=-50), 1.3, 1e-4, False)
+    random = torch.Generator().manual_seed(4)
+    matrix = 0.1 * torch.randn(n_classes, n_classes, dtype=torch.float64, generator=random)
+    bias, x = matrix[0], features[0]
+    first = (features, target, weight, 1.3, 1e-4, *curve(10))
+    given, outside = (matrix, bias, None, False, False), (None, bias, x @ matrix.T, False, False)
+    for one, other in zip(
+        module.spline_curve_sums(*first, *given), module.spline_curve_sums(*first, *outside), strict=True
+    ):
+        close(one, other)
+    value, of_curve, of_matrix, of_bias, no_slopes = module.spline_linear_sums(*first, *given, False)
+    *expected, _, of_one, slopes = module.spline_linear_sums(*first, *outside, True)
+    assert no_slopes is None
+    for one, other in zip((value, of_curve, of_bias, of_matrix), (*expected, of_one, slopes.T @ x), strict=True):
+        close(one, other)
+
+
 @pytest.mark.parametrize("n_classes", [3, 60])
 def test_temperature_without_a_floor(device, n_classes):
     z, target, weight = problem(50, n_classes)
@@ -236,3 +257,7 @@ def test_arguments_that_do_not_fit(module):
         module.spline_curve_sums(z, bad, weight, 1.0, 1e-3, *curve(4), None, None, None, False, False)
     with pytest.raises(ValueError, match=r"vectors must be \[C\]"):
         module.spline_curve_sums(*rows, *curve(4), weight, None, None, False, False)
+    with pytest.raises(
+        ValueError, match=r"of_x must be \[C\], or \[C, C\] for features of at most 32 classes, got \[4, 4\]"
+    ):
+        module.spline_linear_sums(*rows, *curve(4), torch.eye(4), None, None, False, False, False)

@@ -79,6 +79,15 @@ FK_AVX2 inline FourDoubles selected(FourDoubles mask, FourDoubles yes, FourDoubl
   return _mm256_blendv_pd(no, yes, mask);
 }
 FK_AVX2 inline FourDoubles above(FourDoubles x, FourDoubles y) { return _mm256_cmp_pd(x, y, _CMP_GT_OQ); }
+// Writes minus the counts of the four lanes, which have two halves each, as bytes.
+FK_AVX2 inline void store_negated(simd_t<uint32_t, 8> counts, uint8_t* to) {
+  const __m256i first = _mm256_setr_epi8(0, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 8, -1,
+                                         -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i pairs =
+      _mm256_shuffle_epi8(_mm256_sub_epi32(_mm256_setzero_si256(), lanes_cast<__m256i>(counts)), first);
+  const __m128i bytes = _mm_or_si128(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  _mm_storeu_si32(to, bytes);
+}
 
 constexpr bool kHasAvx512Code = true;
 #else
