@@ -1,13 +1,17 @@
 """L-BFGS for a preconditioned problem. A search can start with the curvature pairs of a similar problem."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
-__all__ = ["Minimum", "Pairs", "minimise"]
+__all__ = ["Minimum", "Pairs", "Vector", "minimise", "vector"]
+
+Vector = Any
+"""[n] float64: a NumPy array, whose operations take less time than torch's, or a tensor on another device."""
 
 HISTORY = 10
 
@@ -31,23 +35,28 @@ class Minimum:
         pairs: the last :data:`HISTORY` pairs, for a search on a similar function.
     """
 
-    point: Tensor
+    point: Vector
     value: float
     evaluations: int
     converged: bool
     pairs: "Pairs"
 
 
+def vector(tensor: Tensor) -> Vector:
+    """The tensor, or a view of it as an array."""
+    return tensor.numpy() if tensor.is_cpu else tensor
+
+
 def minimise(
-    objective: Callable[[Tensor], tuple[float, Tensor]],
-    start: Tensor,
+    objective: Callable[[Vector], tuple[float, Vector]],
+    start: Vector,
     *,
     done: float,
     steps: int,
     pairs: "Pairs | None" = None,
     norm: float = math.inf,
     brief: bool = False,
-    first: tuple[float, Tensor] | None = None,
+    first: tuple[float, Vector] | None = None,
 ) -> Minimum:
     """Minimise a smooth function whose Hessian is near the identity, from ``start``.
 
@@ -58,7 +67,7 @@ def minimise(
             the value is less than ``1e-5 * done``.
         steps: largest number of steps.
         pairs: pairs from a search on nearly the same function.
-        norm: the order of the norms; infinity is the largest entry.
+        norm: the order of the norms, 2 or infinity, which is the largest entry.
         brief: take a last step without an evaluation at its end if it would leave at most ``done / 2`` of the gradient,
             should it shrink the gradient as much as the step before. The value is then that of the quadratic model.
         first: value and gradient at ``start``, if known.
@@ -69,7 +78,7 @@ def minimise(
     value, gradient = objective(point) if first is None else first
     evaluations, memory, previous = int(first is None), Pairs(start, pairs), 0.0
     for _ in range(steps):
-        size = float(torch.linalg.vector_norm(gradient, norm))
+        size = _length(gradient, norm)
         if size <= done:
             break
         direction = memory.direction(gradient)
@@ -88,11 +97,24 @@ def minimise(
         fallen = value - there
         point, value, gradient = point + step, there, of_there
         memory.add(step, change)
-        if abs(fallen) < 1e-5 * done or float(torch.linalg.vector_norm(step, norm)) < 1e-5 * done:
+        if abs(fallen) < 1e-5 * done or _length(step, norm) < 1e-5 * done:
             break
     else:
         return Minimum(point, value, evaluations, False, memory)
     return Minimum(point, value, evaluations, True, memory)
+
+
+def _length(of: Vector, norm: float) -> float:
+    return float(abs(of).max()) if norm == math.inf else math.sqrt(float(of @ of))
+
+
+def _zeros(n: int, like: Vector) -> Vector:
+    """[n, len(like)]."""
+    return like.new_zeros(n, len(like)) if isinstance(like, Tensor) else np.zeros((n, len(like)))
+
+
+def _filled(numbers: Sequence[float], like: Vector) -> Vector:
+    return like.new_tensor(numbers) if isinstance(like, Tensor) else np.array(numbers)
 
 
 class Pairs:
@@ -100,39 +122,38 @@ class Pairs:
     costs two matrix-vector products.
 
     Args:
-        start: a tensor with the shape, dtype and device of the points.
+        start: a vector with the shape and device of the points.
         known: initial pairs, which are copied.
     """
 
-    def __init__(self, start: Tensor, known: "Pairs | None" = None) -> None:
+    def __init__(self, start: Vector, known: "Pairs | None" = None) -> None:
+        self._rows = _zeros(2 * HISTORY, start)  # steps, then changes
         if known is None:
             self._order: list[int] = []  # indices of the pairs in _rows, the oldest first
-            self._rows = start.new_zeros(2 * HISTORY, len(start))  # steps, then changes
             self._of_step = [[0.0] * HISTORY for _ in range(HISTORY)]  # [i][j]: inner product of change i and step j
             self._of_change = [[0.0] * HISTORY for _ in range(HISTORY)]  # [i][j]: inner product of changes i and j
         else:
-            self._order, self._rows = list(known._order), known._rows.clone()
+            self._rows[:] = known._rows
+            self._order = list(known._order)
             self._of_step, self._of_change = ([list(row) for row in one] for one in (known._of_step, known._of_change))
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def add(self, step: Tensor, change: Tensor) -> None:
+    def add(self, step: Vector, change: Vector) -> None:
         """Adds a pair, unless its curvature is only rounding errors; replaces the oldest one if the memory is full."""
-        pair = torch.stack([step, change])
-        curvature, square = (pair @ change).tolist()
-        if not curvature > 1e-10 * square:
+        if not float(step @ change) > 1e-10 * float(change @ change):
             return
         place = self._order.pop(0) if len(self._order) == HISTORY else len(self._order)
         self._order.append(place)
         self._rows[place], self._rows[HISTORY + place] = step, change
-        of_step, of_change = (pair @ self._rows.T).tolist()
+        of_step, of_change = (self._rows @ step).tolist(), (self._rows @ change).tolist()
         self._of_step[place], self._of_change[place] = of_change[:HISTORY], of_change[HISTORY:]
         for other in self._order:
             self._of_step[other][place] = of_step[HISTORY + other]
             self._of_change[other][place] = of_change[HISTORY + other]
 
-    def direction(self, gradient: Tensor) -> Tensor:
+    def direction(self, gradient: Vector) -> Vector:
         """Minus the product of the pairs' inverse Hessian and the gradient.
 
         The two loops compute only the coefficients of the pairs, not vectors.
@@ -158,19 +179,19 @@ class Pairs:
                 change += of_step * self._of_step[i][j]
             earlier.append((i, factor - change / self._of_step[i][i]))
             factors[i], factors[HISTORY + i] = earlier[-1][1], -scale * factor
-        return self._rows.T @ gradient.new_tensor(factors) - scale * gradient
+        return self._rows.T @ _filled(factors, gradient) - scale * gradient
 
 
 def _line_search(
-    objective: Callable[[Tensor], tuple[float, Tensor]], point: Tensor, direction: Tensor, value: float, slope: float
-) -> tuple[float, float, Tensor | None, int]:
+    objective: Callable[[Vector], tuple[float, Vector]], point: Vector, direction: Vector, value: float, slope: float
+) -> tuple[float, float, Vector | None, int]:
     """A step size that meets the strong Wolfe conditions, value and gradient at it, and the number of evaluations.
 
     The gradient is None if no step size lowers the value.
     """
     low: _Trial = (0.0, value, slope)
     high: _Trial | None = None
-    of_low: Tensor | None = None
+    of_low: Vector | None = None
     rounding = _ROUNDING * (1 + abs(value))
     size = 1.0
     for trial in range(1, _TRIALS + 1):

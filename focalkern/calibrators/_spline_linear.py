@@ -3,12 +3,12 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._lbfgs import Pairs, minimise
+from focalkern.calibrators._lbfgs import Pairs, Vector, minimise, vector
 from focalkern.calibrators._spline_curvature import linear_hessian, of_vector, softmax_of
 from focalkern.calibrators._spline_fit import (
     Fit,
@@ -43,7 +43,7 @@ _OF_LENGTH = 3.0
 
 
 class LinearObjective:
-    """J / W with its gradient in the parameters of a vector or matrix, as one tensor: the curve, v or the rows of D, b.
+    """J / W with its gradient in the parameters of a vector or matrix, as one vector: the curve, v or the rows of D, b.
 
     Args:
         rows: the rows. If they are in memory, the x of a matrix are kept between evaluations.
@@ -53,79 +53,89 @@ class LinearObjective:
     def __init__(self, rows: SplineRows, like: Map) -> None:
         assert like.weight is not None
         self._rows, self._shape = rows, like.weight.shape
-        self._sizes = [len(like.curve), like.weight.numel(), rows.n_classes]
+        self._n_curve, self._n_before_bias = len(like.curve), len(like.curve) + like.weight.numel()
         self._blocks = None if like.weight.dim() == 1 or rows.takes_matrix else blocks_in_memory(rows)
 
     @functools.cached_property
-    def _penalty(self) -> tuple[Tensor, Tensor]:
+    def _penalty(self) -> "Scales":
         """The quadratic form of the penalty of J / W in the curve, and its factors of the other squares."""
-        return self._rows.quadratic.to(self._rows.device), strengths(self._rows, len(self._shape) == 2)
+        return Scales.of(self._rows.quadratic.to(self._rows.device), strengths(self._rows, len(self._shape) == 2))
 
-    def point(self, map: Map) -> Tensor:
+    def point(self, map: Map) -> Vector:
         assert map.weight is not None and map.bias is not None
-        return torch.cat([map.curve.to(self._rows.device), map.weight.reshape(-1), map.bias])
+        return vector(torch.cat([map.curve.to(self._rows.device), map.weight.reshape(-1), map.bias]))
 
-    def map(self, point: Tensor) -> Map:
-        curve, weight, bias = point.split(self._sizes)
+    def map(self, point: Vector) -> Map:
+        parts = point[: self._n_curve], point[self._n_curve : self._n_before_bias], point[self._n_before_bias :]
+        curve, weight, bias = (torch.as_tensor(part) for part in parts)
         return Map(curve.cpu(), weight.reshape(self._shape), bias)
 
-    def __call__(self, point: Tensor) -> tuple[float, Tensor]:
-        return self.of_sums(point, self.sums(point))
+    def __call__(self, point: Vector) -> tuple[float, Vector]:
+        return self.of_sums(point, self.sums(self.map(point)))
 
-    def sums(self, point: Tensor) -> Tensor:
+    def sums(self, map: Map) -> Tensor:
         """The summed loss without penalties and its gradient, as one tensor."""
-        rows, map = self._rows, self.map(point)
-        sums = point.new_zeros(1 + len(point))
+        rows, found = self._rows, []
         for part, x, extra in parts_of(rows, map, self._blocks):
             sums_of = spline_sums_for(part.input).spline_linear_sums
             value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), x is not None)
             of_linear = of_classes if x is None else slopes.T @ x
-            sums += torch.cat([point.new_full((1,), value), of_curve.to(rows.device), of_linear.reshape(-1), of_one])
-        return rows.source.add_up(sums)
+            of_all = (of_curve.new_full((1,), value), of_curve, of_linear.reshape(-1), of_one)
+            found.append(torch.cat([one.to(rows.device) for one in of_all]))
+        nothing = torch.zeros(1 + self._n_before_bias + rows.n_classes, dtype=torch.float64, device=rows.device)
+        return rows.source.add_up(sum(found, nothing))
 
-    def of_sums(self, point: Tensor, sums: Tensor) -> tuple[float, Tensor]:
+    def of_sums(self, point: Vector, sums: Tensor) -> tuple[float, Vector]:
         """Value and gradient from :meth:`sums` at a point."""
-        sums, n_curve = sums / self._rows.weight_sum, self._sizes[0]
-        of_curve, of_others = self._penalty
-        pull = torch.cat([of_curve @ point[:n_curve], of_others * point[n_curve:]])
-        return float(sums[0] + point @ pull), torch.add(sums[1:], pull, alpha=2)
+        means, pull = vector(sums) / self._rows.weight_sum, self._penalty.step(point)
+        return float(means[0] + point @ pull), means[1:] + 2 * pull
 
 
 class Preconditioner(Protocol):
     """Maps a point r linearly to a step in all parameters, and the gradient in the parameters to the gradient in r."""
 
-    def step(self, point: Tensor) -> Tensor: ...
+    def step(self, point: Vector) -> Vector: ...
 
-    def gradient(self, slopes: Tensor) -> Tensor: ...
+    def gradient(self, slopes: Vector) -> Vector: ...
 
 
 @dataclass(frozen=True)
 class Scales:
-    """A preconditioner: a root of the inverse Hessian for the curve, one number for each other parameter."""
+    """A preconditioner: a root of the inverse Hessian for the curve, one number for each other parameter.
 
-    curve: Tensor
-    others: Tensor
+    ``others`` has any numbers in the places of the curve.
+    """
 
-    def step(self, point: Tensor) -> Tensor:
-        n = len(self.curve)
-        return torch.cat([self.curve @ point[:n], self.others * point[n:]])
+    curve: Vector
+    others: Vector
 
-    def gradient(self, slopes: Tensor) -> Tensor:
-        n = len(self.curve)
-        return torch.cat([self.curve.T @ slopes[:n], self.others * slopes[n:]])
+    @classmethod
+    def of(cls, curve: Tensor, others: Tensor) -> Self:
+        return cls(vector(curve), vector(torch.cat([others.new_zeros(len(curve)), others])))
+
+    def step(self, point: Vector) -> Vector:
+        return self._product(self.curve, point)
+
+    def gradient(self, slopes: Vector) -> Vector:
+        return self._product(self.curve.T, slopes)
+
+    def _product(self, curve: Vector, point: Vector) -> Vector:
+        found, n = self.others * point, len(curve)
+        found[:n] = curve @ point[:n]
+        return found
 
 
 @dataclass(frozen=True)
 class Root:
     """A preconditioner: a root [P, P] of the inverse Hessian in all parameters, and its transpose."""
 
-    root: Tensor
-    transposed: Tensor
+    root: Vector
+    transposed: Vector
 
-    def step(self, point: Tensor) -> Tensor:
+    def step(self, point: Vector) -> Vector:
         return self.root @ point
 
-    def gradient(self, slopes: Tensor) -> Tensor:
+    def gradient(self, slopes: Vector) -> Vector:
         return self.transposed @ slopes
 
 
@@ -151,7 +161,7 @@ def _root(hessian: Tensor) -> Root | None:
         return None
     one = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     transposed = torch.linalg.solve_triangular(factor, one, upper=False)
-    return Root(transposed.T.contiguous(), transposed)
+    return Root(vector(transposed.T.contiguous()), vector(transposed))
 
 
 def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
@@ -170,7 +180,7 @@ def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
         curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
     curvature, of_one = rows.source.add_up(curvature), rows.source.add_up(of_one)
     others = torch.cat([curvature.reshape(-1), of_one]).add_(strengths(rows, kind == "matrix"), alpha=2)
-    return Scales(root.to(device), others.rsqrt_())
+    return Scales.of(root.to(device), others.rsqrt_())
 
 
 def fit_linear(
@@ -190,21 +200,19 @@ def fit_linear(
     objective = LinearObjective(rows, start)
     origin = objective.point(start)
 
-    def scaled(point: Tensor) -> tuple[float, Tensor]:
+    def scaled(point: Vector) -> tuple[float, Vector]:
         return preconditioned(*objective(origin + scales.step(point)))
 
-    def preconditioned(value: float, slopes: Tensor) -> tuple[float, Tensor]:
+    def preconditioned(value: float, slopes: Vector) -> tuple[float, Vector]:
         return value, scales.gradient(slopes)
 
     first = None if sums is None else preconditioned(*objective.of_sums(origin, sums))
     norm, done = (2.0, _OF_LENGTH * done) if isinstance(scales, Root) else (torch.inf, done)
-    zero = torch.zeros_like(origin)
-    found = minimise(scaled, zero, done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm, brief=brief, first=first)
+    found = minimise(scaled, 0 * origin, done=done, steps=LBFGS_STEPS, pairs=pairs, norm=norm, brief=brief, first=first)
     optimum = objective.map(origin + scales.step(found.point))
     return Fit(optimum, found.value, found.evaluations, found.converged, pairs=found.pairs)
 
 
 def linear_sums(rows: SplineRows, map: Map) -> Tensor:
     """The summed loss without penalties and its gradient in the curve, v or the rows of D, and b, as one tensor."""
-    objective = LinearObjective(rows, map)
-    return objective.sums(objective.point(map))
+    return LinearObjective(rows, map).sums(map)

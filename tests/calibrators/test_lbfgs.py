@@ -98,3 +98,17 @@ def test_a_brief_search_takes_its_last_step_without_an_evaluation():
     value, gradient = objective(brief.point)
     assert float(gradient.abs().max()) <= done
     assert brief.value == pytest.approx(value, abs=1e-3 * done)
+
+
+@pytest.mark.parametrize("norm", [2, torch.inf])
+def test_arrays_and_tensors_give_the_same_minimum(norm):
+    of_tensor = quadratic([0.01, 0.1, 1, 3, 10, 30], [1, 2, 3, 4, 5, 6])
+
+    def of_array(point):
+        value, gradient = of_tensor(torch.from_numpy(point))
+        return value, gradient.numpy()
+
+    tensor = minimise(of_tensor, zeros(6), done=1e-8, steps=100, norm=norm)
+    array = minimise(of_array, zeros(6).numpy(), done=1e-8, steps=100, norm=norm)
+    assert array.evaluations == tensor.evaluations
+    assert array.point == pytest.approx(tensor.point.numpy(), rel=1e-12)
