@@ -118,6 +118,25 @@ std::tuple<double, Tensor, Tensor> curve_sums(const Tensor& input, const Tensor&
   return {value, gradient, hessian};
 }
 
+// [P, P] in (a, f) [m + 1], the rows of D [C, C] and b [C]; 0 in the block of (a, f). For at most kSplineFewClasses
+// classes.
+Tensor matrix_hessian(const Tensor& input, const Tensor& target, const Tensor& weight, double temperature, double floor,
+                      const Tensor& knots, const Tensor& basis, double slope, const Tensor& values,
+                      const OptionalTensor& of_x, const OptionalTensor& bias, const OptionalTensor& extra,
+                      bool is_probs, bool keep_zeros) {
+  const char* op = "spline_matrix_hessian";
+  check_on_cpu(op, input);
+  const auto fit = fit_of(op, rows_of(op, input, target, weight, temperature, floor, is_probs, /*of_curve=*/true),
+                          knots, basis, slope, values, of_x, bias, extra, keep_zeros);
+  const int64_t classes = input.size(-1);
+  TORCH_CHECK_VALUE(classes <= cpu::kSplineFewClasses, op, ": input must have at most ", cpu::kSplineFewClasses,
+                    " classes, got ", classes);
+  const int64_t n = knots.numel() + 1 + classes * (classes + 1);
+  const Tensor hessian = at::empty({n, n}, at::kDouble);
+  fit.matrix_hessian(hessian);
+  return hessian;
+}
+
 // (value, gradient in (a, f) [m + 1], in of_x [C] or [C, C], in b [C], dL/dscore [N, C] if wanted).
 std::tuple<double, Tensor, Tensor, Tensor, OptionalTensor> linear_sums(
     const Tensor& input, const Tensor& target, const Tensor& weight, double temperature, double floor,
@@ -184,6 +203,7 @@ Tensor features(const Tensor& input, double temperature, double floor, bool is_p
 void register_spline(pybind11::module_& module) {
   using release = pybind11::call_guard<pybind11::gil_scoped_release>;
   module.def("spline_curve_sums", &curve_sums, release());
+  module.def("spline_matrix_hessian", &matrix_hessian, release());
   module.def("spline_linear_sums", &linear_sums, release());
   module.def("spline_temperature_sums", &temperature_sums, release());
   module.def("spline_histogram", &histogram, release());

@@ -129,28 +129,37 @@ struct SplineFitRun {
         basis(basis),
         vectors{of_x, bias, extra},
         curve{knots.numel(), const_doubles_of(knots), const_doubles_of(coefficients)},
-        scores{1 + slope, const_doubles_of(of_x), const_doubles_of(bias), const_doubles_of(extra),
-               keep_zeros && this->of.rows.storage != SplineStorage::kFeatures} {
+        scores(SplineScores{1 + slope, const_doubles_of(of_x), const_doubles_of(bias), const_doubles_of(extra),
+                            keep_zeros && this->of.rows.storage != SplineStorage::kFeatures}) {
     if (of_x.has_value() && of_x->dim() == 2) std::swap(scores.weight, scores.matrix);
   }
 
   // Fills the gradient [m + 1] and the Hessian [m + 1, m + 1] of the sum of weight * -log p_target in (a, f); returns
   // the value.
   double curve_sums(const Tensor& gradient, const Tensor& hessian) const {
-    const bool on_cpu = of.input.is_cpu();
-    std::vector<cpu::SplineCurveSums> sums(on_cpu ? n_spline_chunks(of.rows) + 1 : 1);
+    cpu::SplineCurveSums sums;
 #ifdef FOCALKERN_WITH_CUDA
-    if (!on_cpu) sums.back() = curve_sums_on_device();
+    if (of.input.is_cuda()) sums = curve_sums_on_device();
 #endif
-    if (on_cpu) {
-      for_each_spline_chunk<Torch>(of.rows, [&](int64_t chunk, int64_t begin, int64_t end) {
-        cpu::spline_curve_sums(of.rows, curve, scores, of.targets, const_doubles_of(basis), begin, end, sums[chunk]);
+    const double* const terms = const_doubles_of(basis);
+    if (of.input.is_cpu()) {
+      sums = add_spline_chunks<Torch>(of.rows, sums, [&](cpu::SplineCurveSums& to, int64_t begin, int64_t end) {
+        cpu::spline_curve_sums(of.rows, curve, scores, of.targets, terms, begin, end, to);
       });
     }
-    for (size_t i = 0; i + 1 < sums.size(); ++i) sums.back().add(sums[i]);
-    cpu::spline_curve_derivatives(sums.back(), curve.knots, const_doubles_of(basis), doubles_of(gradient),
-                                  doubles_of(hessian));
-    return sums.back().nll;
+    cpu::spline_curve_derivatives(sums, curve.knots, terms, doubles_of(gradient), doubles_of(hessian));
+    return sums.nll;
+  }
+
+  // Fills the Hessian [n, n] in (a, f) [m + 1], the rows of a matrix and b, without its block of (a, f), for at most
+  // kSplineFewClasses classes. On the CPU only.
+  void matrix_hessian(const Tensor& hessian) const {
+    const cpu::SplineMatrixSums none(of.rows.classes);
+    const auto sums =
+        add_spline_chunks<Torch>(of.rows, none, [&](cpu::SplineMatrixSums& to, int64_t begin, int64_t end) {
+          cpu::spline_matrix_sums(of.rows, curve, scores, of.targets, const_doubles_of(basis), begin, end, to);
+        });
+    cpu::spline_matrix_hessian(sums, of.rows.classes, curve.knots, doubles_of(hessian));
   }
 
   // Fills the gradient in (a, f) [m + 1], in of_x [C] or [C, C] and in b [C], which lie with the rows, and dL/dscore
@@ -177,12 +186,10 @@ struct SplineFitRun {
 #endif
     if (of.input.is_cpu()) {
       const cpu::SplineLinearSums none(of.rows.classes, scores.matrix != nullptr);
-      std::vector<cpu::SplineLinearSums> sums(n_spline_chunks(of.rows) + 1, none);
-      for_each_spline_chunk<Torch>(of.rows, [&](int64_t chunk, int64_t begin, int64_t end) {
-        cpu::spline_linear_sums(of.rows, curve, scores, of.targets, to, begin, end, sums[chunk]);
-      });
-      cpu::SplineLinearSums& sum = sums.back();
-      for (size_t i = 0; i + 1 < sums.size(); ++i) sum.add(sums[i]);
+      const auto sum =
+          add_spline_chunks<Torch>(of.rows, none, [&](cpu::SplineLinearSums& sums, int64_t begin, int64_t end) {
+            cpu::spline_linear_sums(of.rows, curve, scores, of.targets, to, begin, end, sums);
+          });
       nll = sum.nll;
       x = sum.x;
       std::copy_n(sum.moments[0], moments.size(), moments.data());
@@ -238,7 +245,7 @@ struct SplineFitRun {
   Tensor knots, coefficients, basis;
   OptionalTensor vectors[3];
   SplineCurve curve;
-  SplineScores scores;
+  cpu::SplineFitScores scores;
 };
 
 }  // namespace focalkern::bindings

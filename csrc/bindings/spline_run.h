@@ -8,6 +8,7 @@
 #include <optional>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu/spline.h"
@@ -53,6 +54,16 @@ void for_each_spline_chunk(const SplineInput& rows, Work work) {
   Torch::parallel_for(0, n_spline_chunks(rows), 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) work(i, i * chunk_rows, std::min(rows.rows, (i + 1) * chunk_rows));
   });
+}
+
+// The sum of `none` and of the sums that work(sums, begin, end) makes for every chunk of rows, added in order.
+template <typename Torch, typename Sums, typename Work>
+Sums add_spline_chunks(const SplineInput& rows, const Sums& none, Work work) {
+  std::vector<Sums> sums(n_spline_chunks(rows) + 1, none);
+  for_each_spline_chunk<Torch>(rows,
+                               [&](int64_t chunk, int64_t begin, int64_t end) { work(sums[chunk + 1], begin, end); });
+  for (size_t i = 1; i < sums.size(); ++i) sums[0].add(sums[i]);
+  return std::move(sums[0]);
 }
 
 template <typename Tensor>

@@ -37,6 +37,11 @@ void spline_log_probs(const SplineInput& rows, double* output, int64_t row_begin
 
 // ---- sums for the fit ----------------------------------------------------------------------------------------------
 
+struct SplineFitScores : SplineScores {
+  SplineFitScores(const SplineScores& scores, const double* matrix = nullptr) : SplineScores(scores), matrix(matrix) {}
+  const double* matrix;  // [classes, classes], D; null is 0; for at most kSplineFewClasses
+};
+
 // Sums over rows with p = exp(log p), F the derivative of a score in (a, f_1, ..., f_m), mean = sum_j p_j F_j.
 struct SplineCurveSums {
   static constexpr int64_t kSize = kSplineMaxFitKnots + 1;
@@ -49,7 +54,7 @@ struct SplineCurveSums {
   void add(const SplineCurveSums& other);
 };
 // basis: [m + 1, 4, m], the coefficients of the spline that is 1 at one knot and 0 at the others.
-void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,
+void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const SplineFitScores& scores,
                        const SplineTargets& targets, const double* basis, int64_t row_begin, int64_t row_end,
                        SplineCurveSums& sums);
 // gradient [m + 1] and Hessian [m + 1, m + 1] of the sum of weight * -log p_target in (a, f).
@@ -67,9 +72,23 @@ struct SplineLinearSums {
   std::vector<double> weight, bias;                // [classes]: r x and r; [classes, classes]: r_j x_k
 };
 // slopes: [rows, classes], r; null if not needed.
-void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,
+void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const SplineFitScores& scores,
                         const SplineTargets& targets, double* slopes, int64_t row_begin, int64_t row_end,
                         SplineLinearSums& sums);
+
+// The Hessian in the curve, D and b, without its block of the curve, for at most kSplineFewClasses classes. With z =
+// (x, 1), F and mean as above and E = F - mean:
+struct SplineMatrixSums {
+  explicit SplineMatrixSums(int64_t classes);
+  void add(const SplineMatrixSums& other);
+  std::vector<double> pairs;  // [pairs j <= k of classes, pairs s <= t of terms of z]: w p_j ([j = k] - p_k) z_s z_t
+  std::vector<double> cross;  // [classes, classes + 1, kSize]: w p_j z_t E_j
+};
+void spline_matrix_sums(const SplineInput& rows, const SplineCurve& curve, const SplineFitScores& scores,
+                        const SplineTargets& targets, const double* basis, int64_t row_begin, int64_t row_end,
+                        SplineMatrixSums& sums);
+// hessian: [n, n] in (a, f) [m + 1], the rows of D [classes, classes] and b [classes]; 0 in its block of (a, f).
+void spline_matrix_hessian(const SplineMatrixSums& sums, int64_t classes, int64_t knots, double* hessian);
 
 // Per 1 / T: the sum of -w log((1 - e) q_target + e / C), and its derivative in 1 / T. Here e may be 0.
 void spline_temperature_sums(const SplineInput& rows, const SplineTargets& targets, const double* betas,

@@ -142,23 +142,6 @@ void curve_of_tile(const SplineTile& t, const CurveTables& tables) {
 
 // ---- scores and their softmax --------------------------------------------------------------------------------------
 
-// Adds D x in the column layout.
-FK_VECTOR_CLONES inline void add_matrix(const double* matrix, const SplineTile& t) {
-  using Four = simd_t<double, 4>;
-  for (int64_t j = 0; j < t.classes; ++j) {
-    double* f = t.f + j * kSplineTileRows;
-    for (int64_t i = 0; i < kSplineTileRows; i += 16) {
-      Four score[4];
-      for (int64_t q = 0; q < 4; ++q) score[q] = load_simd<Four>(f + i + 4 * q);
-      for (int64_t k = 0; k < t.classes; ++k) {
-        const double* x = t.x + k * kSplineTileRows + i;
-        for (int64_t q = 0; q < 4; ++q) score[q] += matrix[j * t.classes + k] * load_simd<Four>(x + 4 * q);
-      }
-      for (int64_t q = 0; q < 4; ++q) store_simd(score[q], f + i + 4 * q);
-    }
-  }
-}
-
 FK_VECTOR_CLONES inline void scores_of_tile(const SplineScores& args, int64_t row, const SplineTile& t) {
   for (int64_t o = 0; o < t.outer; ++o) {
     const double* d = t.d + o * t.inner;
@@ -182,7 +165,6 @@ FK_VECTOR_CLONES inline void scores_of_tile(const SplineScores& args, int64_t ro
     }
     for (int64_t i = t.column ? t.inner : t.classes; i < t.inner; ++i) f[i] = kMinusInfinity;
   }
-  if (args.matrix) add_matrix(args.matrix, t);
   if (!args.extra) return;
   for (int64_t r = 0; r < t.n_rows; ++r) {
     const double* extra = args.extra + (row + r - args.first_row) * t.classes;

@@ -10,22 +10,11 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu/simd/vector.h"
-#include "cpu/spline_scores.h"
+#include "cpu/spline_losses.h"
 
 namespace focalkern::cpu {
 namespace {
 
-using Four = simd_t<double, 4>;
-constexpr int64_t kSize = SplineCurveSums::kSize;
-
-FK_HOST_DEVICE Four powers_of(double s) {
-  const double square = s * s;
-  return Four{1.0, s, square, square * s};
-}
-FK_HOST_DEVICE void add_to(double* sums, const Four& terms) { store_simd(load_simd<Four>(sums) + terms, sums); }
-
-FK_HOST_DEVICE double total_of(const Four& terms) { return (terms[0] + terms[1]) + (terms[2] + terms[3]); }
 // The entries on piece 0, and 0 for the others. For a comparison of bytes with doubles g++ would emit a scalar loop.
 FK_HOST_DEVICE Four left_of(const Four& entries, const uint8_t* piece) {
   simd_t<uint8_t, 4> pieces;
@@ -43,26 +32,6 @@ FK_HOST_DEVICE void for_each_inner(const uint8_t* piece, int64_t n, Work work) {
       work(group + (std::countr_zero(rest) >> 3));
     }
   }
-}
-
-// Adds log sum of each row to t.shared. A NaN sum gives NaN.
-FK_VECTOR_CLONES void add_log_sums(const SplineTile& t) {
-#pragma omp simd
-  for (int64_t r = 0; r < t.n_rows; ++r) t.shared[r] += logarithm_of_normal(t.sum[r]) + (t.sum[r] - t.sum[r]);
-}
-
-// Computes p of the tile in f, not yet divided by the sum, and the loss of each row in t.shared.
-void softmax_and_loss(const SplineInput& input, const CurveTables& curve, const SplineScores& scores,
-                      const SplineTargets& targets, int64_t row, const SplineTile& t) {
-  features_of_rows(input, row, t);
-  curve_of_tile<false>(t, curve);
-  scores_of_tile(scores, row, t);
-  largest_of_rows(t, t.f, t.score_top);
-  for (int64_t r = 0; r < t.n_rows; ++r) {
-    t.shared[r] = t.score_top[r] - t.f[r * t.row_stride + targets.target[row + r] * t.class_stride];
-  }
-  softmax_of_scores<false>(t);
-  add_log_sums(t);
 }
 
 // ---- gradient and Hessian in the curve -----------------------------------------------------------------------------
@@ -133,18 +102,6 @@ FK_HOST_DEVICE void moments_of_row(const SplineTile& t, int64_t r, RowMoments& r
     add_entry(row, t.piece[i], t.u[i], t.x[i], t.f[i]);
   });
 }
-
-// basis[piece][k]: coefficients of (a, f_1, ..., f_m); that of a is 0.
-struct Basis {
-  explicit Basis(int64_t knots, const double* of) {
-    for (int64_t piece = 0; piece <= knots; ++piece) {
-      for (int64_t k = 0; k < 4; ++k) {
-        for (int64_t j = 0; j < knots; ++j) terms[piece][k][1 + j] = of[(piece * 4 + k) * knots + j];
-      }
-    }
-  }
-  double terms[kSize][4][kSize] = {};
-};
 
 // Adds the sums of a row with this weight, clears them, and writes its mean times the weight and its mean. `vectors`
 // of four numbers hold m + 1.
@@ -332,7 +289,7 @@ void SplineLinearSums::add(const SplineLinearSums& other) {
   for (size_t c = 0; c < bias.size(); ++c) bias[c] += other.bias[c];
 }
 
-void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,
+void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const SplineFitScores& scores,
                        const SplineTargets& targets, const double* of_knots, int64_t row_begin, int64_t row_end,
                        SplineCurveSums& sums) {
   SplineScratch scratch(rows.classes, /*arrays=*/5);
@@ -377,7 +334,7 @@ void spline_curve_derivatives(const SplineCurveSums& sums, int64_t knots, const 
   }
 }
 
-void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,
+void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const SplineFitScores& scores,
                         const SplineTargets& targets, double* slopes, int64_t row_begin, int64_t row_end,
                         SplineLinearSums& sums) {
   SplineScratch scratch(rows.classes, /*arrays=*/5);

@@ -37,7 +37,6 @@ struct SplineScores {
   const double* extra;    // [rows, classes], added to the scores; null is 0
   bool keep_zeros;        // a class of logit -inf, or probability 0, keeps the probability 0
   int64_t first_row = 0;  // the first row of `extra`, and of the double arrays [rows, classes] of the backward pass
-  const double* matrix = nullptr;  // [classes, classes], D; null is 0; on the CPU, for sums of features of few classes
 };
 
 struct SplineTargets {

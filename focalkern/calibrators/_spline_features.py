@@ -16,7 +16,6 @@ __all__ = [
     "floor_of",
     "floored",
     "histogram",
-    "log_odds",
     "logit_scale",
     "masks_zeros",
     "robust_temperature",

@@ -14,7 +14,6 @@ from focalkern.calibrators._spline_features import (
     find_knots,
     floor_of,
     histogram,
-    log_odds,
     logit_scale,
     masks_zeros,
     robust_temperature,
@@ -120,11 +119,6 @@ class SplineRows:
         """The rows of :meth:`parts` in blocks."""
         for part in self.parts():
             yield from part.blocks() if self.kept is None else (part,)
-
-    def features(self, part: MemoryRows) -> tuple[Tensor, Tensor]:
-        """x and u [n, C] float64 of a part or block."""
-        x = self.log_probs(part)
-        return x, log_odds(x.exp(), x) if self.kept is None else part.input[1]
 
     def log_probs(self, part: MemoryRows) -> Tensor:
         """x [n, C] float64 of a part or block."""

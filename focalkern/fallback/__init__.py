@@ -22,6 +22,7 @@ from focalkern.fallback.spline_sums import (
     spline_histogram,
     spline_linear_sums,
     spline_log_probs,
+    spline_matrix_hessian,
     spline_spread,
     spline_temperature_sums,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "spline_linear_sums",
     "spline_log_probs",
     "spline_map",
+    "spline_matrix_hessian",
     "spline_spread",
     "spline_temperature_sums",
     "z_loss",

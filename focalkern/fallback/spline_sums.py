@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from focalkern.fallback._spline_arguments import check_curve, check_input, check_rows
+from focalkern.fallback._spline_arguments import FEW_CLASSES, check_curve, check_input, check_rows
 
 __all__ = [
     "spline_curve_sums",
@@ -25,11 +25,13 @@ __all__ = [
     "spline_histogram",
     "spline_linear_sums",
     "spline_log_probs",
+    "spline_matrix_hessian",
     "spline_spread",
     "spline_temperature_sums",
 ]
 
 _BLOCK = 1 << 19  # entries
+_HESSIAN_BLOCK = 1 << 13  # entries, each with 4 m coefficients
 _LARGE = 0.75  # above this P, 1 - P is computed as the sum of the other classes
 
 # Log-odds are counted in bins of 1/64 from -60 to 60.
@@ -167,6 +169,59 @@ def spline_curve_sums(
     return nll, gradient, hessian
 
 
+def spline_matrix_hessian(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    temperature: float,
+    floor: float,
+    knots: Tensor,
+    basis: Tensor,
+    slope: float,
+    values: Tensor,
+    of_x: Tensor | None,
+    bias: Tensor | None,
+    extra: Tensor | None,
+    is_probs: bool,
+    keep_zeros: bool,
+) -> Tensor:
+    r"""[P, P]: the Hessian of the sum of -w log p_target in (a, f) [m + 1], the rows of D and b; 0 in its first block.
+
+    For at most :data:`FEW_CLASSES` classes. With F and m as in :func:`spline_curve_sums` and z = (x, 1), the derivative
+    in the parameters of a class, the other blocks are the sums of
+
+    .. math:: w p_j (F_j - m) z', \qquad w p_j (\delta_{jk} - p_k) z z'.
+    """
+    op, n_classes, n_curve = "spline_matrix_hessian", input.shape[-1], knots.numel() + 1
+    check_rows(op, input, target, weight, of_curve=True)
+    check_curve(op, input, knots, basis, values, of_x, bias, extra)
+    if n_classes > FEW_CLASSES:
+        raise ValueError(f"{op}: input must have at most {FEW_CLASSES} classes, got {n_classes}")
+    device, size = input.device, n_classes * (n_classes + 1)
+    of_entries = basis.to(device)
+    own = torch.zeros(n_classes, n_classes, (n_classes + 1) ** 2, dtype=torch.float64, device=device)
+    cross = torch.zeros(n_classes * n_curve, n_classes + 1, dtype=torch.float64, device=device)
+    for block, w, *added in _blocks(_by_row(input), weight, *_given(extra), entries=_HESSIAN_BLOCK):
+        x, u = _features(block, temperature, floor, is_probs)
+        piece, s = _located(u, knots.to(device))
+        scores = _plus((1 + slope) * x + _curve(basis @ values, piece, s), x, of_x, bias, *added)
+        p = _masked(scores, block, is_probs, keep_zeros).softmax(-1)
+        share, z = p * w.unsqueeze(1), torch.cat([x, torch.ones_like(x[:, :1])], 1)
+        powers = s.unsqueeze(-1) ** torch.arange(4, dtype=torch.float64, device=device)
+        slopes = torch.cat([x.unsqueeze(-1), torch.einsum("njk,njkm->njm", powers, of_entries[piece])], -1)
+        slopes -= torch.einsum("nj,njm->nm", p, slopes).unsqueeze(1)
+        cross += (share.unsqueeze(-1) * slopes).flatten(1).T @ z
+        products = (z.unsqueeze(2) * z.unsqueeze(1)).flatten(1)
+        own -= ((p.unsqueeze(2) * share.unsqueeze(1)).flatten(1).T @ products).view_as(own)
+        own.diagonal().add_((share.T @ products).T)
+    places = torch.arange(size, device=device).reshape(n_classes, -1)
+    order = torch.cat([places[:, :-1].reshape(-1), places[:, -1]])  # from class by class to D, b
+    of_classes = own.reshape(n_classes, n_classes, n_classes + 1, -1).transpose(1, 2).reshape(size, size)
+    of_both = cross.reshape(n_classes, n_curve, -1).transpose(0, 1).reshape(n_curve, size)[:, order]
+    nothing = of_both.new_zeros(n_curve, n_curve)
+    return torch.cat([torch.cat([nothing, of_both], 1), torch.cat([of_both.T, of_classes[order][:, order]], 1)])
+
+
 def spline_linear_sums(
     input: Tensor,
     target: Tensor,
@@ -227,9 +282,9 @@ def _given(column: Tensor | None) -> tuple[Tensor, ...]:
     return () if column is None else (column,)
 
 
-def _blocks(input: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of rows of the input [N, C] and the columns [N, ...], about :data:`_BLOCK` logits each."""
-    rows = max(1, _BLOCK // input.shape[-1])
+def _blocks(input: Tensor, *columns: Tensor, entries: int = _BLOCK) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of rows of the input [N, C] and the columns [N, ...], about ``entries`` logits each."""
+    rows = max(1, entries // input.shape[-1])
     return zip(input.split(rows), *(column.split(rows) for column in columns), strict=True)
 
 

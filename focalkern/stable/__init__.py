@@ -21,6 +21,7 @@ from focalkern.stable.spline_sums import (
     spline_histogram,
     spline_linear_sums,
     spline_log_probs,
+    spline_matrix_hessian,
     spline_spread,
     spline_temperature_sums,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "spline_linear_sums",
     "spline_log_probs",
     "spline_map",
+    "spline_matrix_hessian",
     "spline_spread",
     "spline_temperature_sums",
     "z_loss",

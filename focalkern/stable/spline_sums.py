@@ -6,8 +6,9 @@ Arguments and results are those of :mod:`focalkern.fallback.spline_sums`.
 import torch
 from torch import Tensor
 
-from focalkern.fallback._spline_arguments import check_curve, check_input, check_rows
+from focalkern.fallback._spline_arguments import FEW_CLASSES, check_curve, check_input, check_rows
 from focalkern.fallback.spline_sums import spline_histogram as plain_histogram
+from focalkern.fallback.spline_sums import spline_matrix_hessian as plain_hessian
 from focalkern.fallback.spline_sums import spline_spread as plain_spread
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "spline_histogram",
     "spline_linear_sums",
     "spline_log_probs",
+    "spline_matrix_hessian",
     "spline_spread",
     "spline_temperature_sums",
 ]
@@ -88,6 +90,34 @@ def spline_curve_sums(
     settings = (temperature, floor, slope, is_probs, keep_zeros)
     value: float = _kernels.spline_curve_sums_out(*rows, *curve, gradient, hessian, *settings)
     return value, gradient, hessian
+
+
+def spline_matrix_hessian(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    temperature: float,
+    floor: float,
+    knots: Tensor,
+    basis: Tensor,
+    slope: float,
+    values: Tensor,
+    of_x: Tensor | None,
+    bias: Tensor | None,
+    extra: Tensor | None,
+    is_probs: bool,
+    keep_zeros: bool,
+) -> Tensor:
+    of_curve = (knots, basis, slope, values, of_x, bias, extra)
+    if not input.is_cpu or input.shape[-1] > FEW_CLASSES:  # plain torch raises for too many
+        return plain_hessian(input, target, weight, temperature, floor, *of_curve, is_probs, keep_zeros)
+    op, n_classes = "spline_matrix_hessian", input.shape[-1]
+    rows = _rows(op, input, target, weight, of_curve=True)
+    curve = _curve(op, input, knots, basis, values, of_x, bias, extra)
+    size = knots.numel() + 1 + n_classes * (n_classes + 1)
+    hessian = torch.empty(size, size, dtype=_WIDE, device="cpu")
+    _kernels.spline_matrix_hessian_out(*rows, *curve, hessian, temperature, floor, slope, is_probs, keep_zeros)
+    return hessian
 
 
 def spline_linear_sums(

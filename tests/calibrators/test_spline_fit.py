@@ -266,8 +266,10 @@ def test_the_hessian_in_all_parameters_is_that_of_the_definition(n_classes, case
 
         start = torch.cat([free.map.curve, torch.zeros(n_classes * n_own, dtype=torch.float64)])
         expected = torch.autograd.functional.hessian(value, start)
-        for block in (1 << 14, 40 * n_classes):
-            monkeypatch.setattr(_spline_curvature, "_BLOCK", block)
+        for block in (None, 1 << 14, 40 * n_classes):  # None: by kernels
+            if block is not None:
+                monkeypatch.setattr(_spline_curvature, "spline_sums_for", lambda input: spline_sums)
+                monkeypatch.setattr(spline_sums, "_HESSIAN_BLOCK", block)
             found = linear_hessian(rows, free.map, free.derivatives.hessian)
             places = of_vector(n_curve, n_classes) if member == "vector" else torch.arange(len(found))
             found = found[places][:, places]

@@ -76,14 +76,15 @@ def close(ours, theirs, rtol=1e-11):
 
 
 def sums(module, z, target, weight, m=10, kind="scalar", is_probs=False, keep_zeros=False):
-    """Results of both functions, in one list."""
+    """Results of the functions, in one list; the Hessian in a matrix for few classes."""
     n_rows, n_classes = z.shape[-2:]
     random = torch.Generator().manual_seed(1)
     vector, bias = torch.randn(2, n_classes, dtype=torch.float64, generator=random) * 0.1
     extra = torch.randn(n_rows, n_classes, dtype=torch.float64, generator=random) * 0.1
     more = {"scalar": (None, None, None), "vector": (vector, bias, None), "matrix": (None, bias, extra)}[kind]
     arguments = (z, target, weight, 1.3, 1e-4, *curve(m), *more, is_probs, keep_zeros)
-    return [*module.spline_curve_sums(*arguments), *module.spline_linear_sums(*arguments, kind == "matrix")]
+    found = [*module.spline_curve_sums(*arguments), *module.spline_linear_sums(*arguments, kind == "matrix")]
+    return [*found, module.spline_matrix_hessian(*arguments)] if n_classes <= 32 else found
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -255,6 +256,9 @@ def test_arguments_that_do_not_fit(module):
     bad = target.index_fill(0, torch.tensor(2), 4)
     with pytest.raises(IndexError, match="target must be from 0 to 3, got 4 at row 2"):
         module.spline_curve_sums(z, bad, weight, 1.0, 1e-3, *curve(4), None, None, None, False, False)
+    many = (torch.zeros(9, 33), *rows[1:], *curve(4), None, None, None, False, False)
+    with pytest.raises(ValueError, match="input must have at most 32 classes, got 33"):
+        module.spline_matrix_hessian(*many)
     with pytest.raises(ValueError, match=r"vectors must be \[C\]"):
         module.spline_curve_sums(*rows, *curve(4), weight, None, None, False, False)
     with pytest.raises(
