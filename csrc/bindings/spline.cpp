@@ -118,6 +118,20 @@ std::tuple<double, Tensor, Tensor> curve_sums(const Tensor& input, const Tensor&
   return {value, gradient, hessian};
 }
 
+// [2, N]: the loss -log p_target and the Brier score of each row, without its weight.
+Tensor row_losses(const Tensor& input, const Tensor& target, const Tensor& weight, double temperature, double floor,
+                  const Tensor& knots, const Tensor& basis, double slope, const Tensor& values,
+                  const OptionalTensor& of_x, const OptionalTensor& bias, const OptionalTensor& extra, bool is_probs,
+                  bool keep_zeros) {
+  const char* op = "spline_row_losses";
+  check_on_cpu(op, input);
+  const auto fit = fit_of(op, rows_of(op, input, target, weight, temperature, floor, is_probs, /*of_curve=*/true),
+                          knots, basis, slope, values, of_x, bias, extra, keep_zeros);
+  const Tensor losses = at::empty({2, input.size(-2)}, at::kDouble);
+  fit.row_losses(losses);
+  return losses;
+}
+
 // [P, P] in (a, f) [m + 1], the rows of D [C, C] and b [C]; 0 in the block of (a, f). For at most kSplineFewClasses
 // classes.
 Tensor matrix_hessian(const Tensor& input, const Tensor& target, const Tensor& weight, double temperature, double floor,
@@ -203,6 +217,7 @@ Tensor features(const Tensor& input, double temperature, double floor, bool is_p
 void register_spline(pybind11::module_& module) {
   using release = pybind11::call_guard<pybind11::gil_scoped_release>;
   module.def("spline_curve_sums", &curve_sums, release());
+  module.def("spline_row_losses", &row_losses, release());
   module.def("spline_matrix_hessian", &matrix_hessian, release());
   module.def("spline_linear_sums", &linear_sums, release());
   module.def("spline_temperature_sums", &temperature_sums, release());

@@ -151,6 +151,14 @@ struct SplineFitRun {
     return sums.nll;
   }
 
+  // Fills the loss -log p_target and the Brier score of each row, [2, N]. On the CPU only.
+  void row_losses(const Tensor& losses) const {
+    double* const nll = doubles_of(losses);
+    for_each_spline_chunk<Torch>(of.rows, [&](int64_t /*chunk*/, int64_t begin, int64_t end) {
+      cpu::spline_row_losses(of.rows, curve, scores, of.targets, nll, nll + of.rows.rows, begin, end);
+    });
+  }
+
   // Fills the Hessian [n, n] in (a, f) [m + 1], the rows of a matrix and b, without its block of (a, f), for at most
   // kSplineFewClasses classes. On the CPU only.
   void matrix_hessian(const Tensor& hessian) const {

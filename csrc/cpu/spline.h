@@ -76,6 +76,10 @@ void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const
                         const SplineTargets& targets, double* slopes, int64_t row_begin, int64_t row_end,
                         SplineLinearSums& sums);
 
+// The unweighted loss -log p_target and the Brier score of each row, [rows] each.
+void spline_row_losses(const SplineInput& rows, const SplineCurve& curve, const SplineFitScores& scores,
+                       const SplineTargets& targets, double* nll, double* brier, int64_t row_begin, int64_t row_end);
+
 // The Hessian in the curve, D and b, without its block of the curve, for at most kSplineFewClasses classes. With z =
 // (x, 1), F and mean as above and E = F - mean:
 struct SplineMatrixSums {

@@ -259,6 +259,29 @@ FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sum
   add_copies(moments, sums.moments);
 }
 
+// ---- losses of rows ------------------------------------------------------------------------------------------------
+
+FK_VECTOR_CLONES void briers_of_tile(const SplineTile& t, const int64_t* target, double* brier) {
+  double squares[kSplineTileRows] = {};
+  for (int64_t o = 0; o < t.outer; ++o) {
+    const double* f = t.f + o * t.inner;
+    if (t.column) {
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) squares[i] += f[i] * f[i];
+    } else {
+      double sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < t.inner; ++i) sum += f[i] * f[i];
+      squares[o] = sum;
+    }
+  }
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double share = 1 / t.sum[r];
+    const double p = share * t.f[r * t.row_stride + target[r] * t.class_stride];
+    brier[r] = share * share * squares[r] - 2 * p + 1;
+  }
+}
+
 }  // namespace
 
 int64_t spline_chunk_rows(int64_t rows, int64_t classes) {
@@ -346,6 +369,18 @@ void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const
     residuals_of_tile(tile, targets, row);
     add_linear_rows(tile, sums);
     if (slopes) write_tile(tile, tile.f, slopes, SplineStorage::kDouble, row);
+  }
+}
+
+void spline_row_losses(const SplineInput& rows, const SplineCurve& curve, const SplineFitScores& scores,
+                       const SplineTargets& targets, double* nll, double* brier, int64_t row_begin, int64_t row_end) {
+  SplineScratch scratch(rows.classes, /*arrays=*/5);
+  const CurveTables tables(curve);
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
+    softmax_and_loss(rows, tables, scores, targets, row, tile);
+    std::copy_n(tile.shared, tile.n_rows, nll + row);
+    briers_of_tile(tile, targets.target + row, brier + row);
   }
 }
 

@@ -43,6 +43,14 @@ double curve_sums(const Tensor& input, const Tensor& target, const Tensor& weigh
   return Fit(rows, knots, coefficients, basis, slope, of_x, bias, extra, keep_zeros).curve_sums(gradient, hessian);
 }
 
+void row_losses(const Tensor& input, const Tensor& target, const Tensor& weight, const Tensor& knots,
+                const Tensor& coefficients, const Tensor& basis, const OptionalTensor& of_x, const OptionalTensor& bias,
+                const OptionalTensor& extra, const Tensor& losses, double temperature, double floor, double slope,
+                bool is_probs, bool keep_zeros) {
+  const Rows rows(input, target, weight, temperature, floor, is_probs);
+  Fit(rows, knots, coefficients, basis, slope, of_x, bias, extra, keep_zeros).row_losses(losses);
+}
+
 void matrix_hessian(const Tensor& input, const Tensor& target, const Tensor& weight, const Tensor& knots,
                     const Tensor& coefficients, const Tensor& basis, const OptionalTensor& of_x,
                     const OptionalTensor& bias, const OptionalTensor& extra, const Tensor& hessian, double temperature,
@@ -96,6 +104,10 @@ FK_KERNELS_FRAGMENT(m) {
       "basis, Tensor? of_x, Tensor? bias, Tensor? extra, Tensor(a!) gradient, Tensor(b!) hessian, float temperature, "
       "float floor, float slope, bool is_probs, bool keep_zeros) -> float");
   m.def(
+      "spline_row_losses_out(Tensor input, Tensor target, Tensor weight, Tensor knots, Tensor coefficients, Tensor "
+      "basis, Tensor? of_x, Tensor? bias, Tensor? extra, Tensor(a!) losses, float temperature, float floor, float "
+      "slope, bool is_probs, bool keep_zeros) -> ()");
+  m.def(
       "spline_matrix_hessian_out(Tensor input, Tensor target, Tensor weight, Tensor knots, Tensor coefficients, Tensor "
       "basis, Tensor? of_x, Tensor? bias, Tensor? extra, Tensor(a!) hessian, float temperature, float floor, float "
       "slope, bool is_probs, bool keep_zeros) -> ()");
@@ -126,6 +138,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
 
 FK_KERNELS_IMPL_ALL(implement)
 FK_KERNELS_IMPL(CPU, m) {
+  m.impl("spline_row_losses_out", TORCH_BOX(&row_losses));
   m.impl("spline_matrix_hessian_out", TORCH_BOX(&matrix_hessian));
   m.impl("spline_histogram_out", TORCH_BOX(&histogram));
   m.impl("spline_spread", TORCH_BOX(&spread));

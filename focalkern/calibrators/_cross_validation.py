@@ -63,8 +63,8 @@ def cross_validate(
     on_device = fold.to(device)
     source = rows_of(FitData(input, labels, weight))
     order, sizes = fold.argsort(stable=True).to(device), torch.bincount(fold, minlength=folds).tolist()
-    truth = labels[order]
-    of_folds = [input[places] for places in order.split(sizes)]
+    truth, places = labels[order], order.split(sizes)
+    of_folds = [input[one] for one in places]
     fits = FoldFits(source, candidates, lambda number: on_device[number], folds)
     entries, losses, unfinished = [], [], []
     for name, candidate in candidates.items():
@@ -82,7 +82,10 @@ def cross_validate(
                 unfinished += [name] if fitted is None else []
             found = []
             for k, held_out in enumerate(of_folds if folds and name != "none" and not excluded else ()):
-                if fits.takes(candidate):
+                known = fits.losses(candidate, k, criterion)
+                if known is not None:
+                    loss[:, places[k]] = known
+                elif fits.takes(candidate):
                     found.append(fits.held_out(candidate, k)(held_out.to(torch.float64)))
                 else:
                     kept = on_device != k
@@ -202,6 +205,13 @@ class FoldFits:
             temperature = getattr(self._temperatures.get(kind), "temperature_", None)
             self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds, temperature)
         return None
+
+    def losses(self, candidate: Any, k: int, criterion: Proper) -> Tensor | None:
+        """:func:`losses_of` the rows of fold k by the fit without it; None if that needs its predictions."""
+        if not isinstance(candidate, SplineScaling):
+            return None
+        found = self._fits[float(candidate.penalty), candidate.input_kind].losses(candidate, k)
+        return found if found is None or criterion == "nll" else found[1].expand(2, -1)
 
     def held_out(self, candidate: Any, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""

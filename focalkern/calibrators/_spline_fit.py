@@ -1,9 +1,11 @@
 """The objective of spline scaling with its derivatives, and Newton steps for the curve."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ __all__ = [
     "Fit",
     "Map",
     "Predict",
+    "added",
     "arguments",
     "blocks_in_memory",
     "curve_derivatives",
@@ -25,6 +28,8 @@ __all__ = [
     "fit_curve",
     "parts_of",
     "predictor",
+    "row_losses",
+    "squares_of",
     "strengths",
 ]
 
@@ -106,13 +111,27 @@ def curve_derivatives(rows: SplineRows, map: Map, sums: Tensor | None = None) ->
 
 def curve_sums(rows: SplineRows, map: Map) -> Tensor:
     """[1 + n + n^2]: the summed loss without penalties, its gradient and Hessian in the curve [n]."""
-    n = len(map.curve)
-    sums = torch.zeros(1 + n + n * n, dtype=torch.float64)
+    n, found = len(map.curve), []
     for part, _, extra in parts_of(rows, map):
         sums_of = spline_sums_for(part.input).spline_curve_sums
         value, slopes, curvature = sums_of(*arguments(rows, part, map, extra))
-        sums += torch.cat([sums.new_full((1,), value), slopes, curvature.reshape(-1)])
-    return rows.source.add_up(sums)
+        found.append(torch.cat([slopes.new_full((1,), value), slopes, curvature.reshape(-1)]))
+    return rows.source.add_up(added(found, 1 + n + n * n))
+
+
+def row_losses(rows: SplineRows, map: Map) -> Tensor:
+    """[2, n]: NLL and Brier score of each row of this process."""
+    found = []
+    for part, _, extra in parts_of(rows, map):
+        found.append(spline_sums_for(part.input).spline_row_losses(*arguments(rows, part, map, extra)))
+    return torch.cat(found, 1) if found else torch.zeros(2, 0, dtype=torch.float64, device=rows.device)
+
+
+def added(sums: Sequence[Tensor], n: int, device: torch.device | None = None) -> Tensor:
+    """The sum of vectors [n], zeros on ``device`` if there are none."""
+    if not sums:
+        return torch.zeros(n, dtype=torch.float64, device=device)
+    return sums[0] if len(sums) == 1 else torch.stack([*sums]).sum(0)
 
 
 def parts_of(
@@ -162,8 +181,14 @@ def predictor(rows: SplineRows, map: Map) -> Predict:
 
 def strengths(rows: SplineRows, is_matrix: bool) -> Tensor:
     """The factors of the squares of v or the rows of D, and of b, in the penalty of J / W, as one tensor."""
-    n, usual = rows.n_classes, 2 * rows.n_classes * rows.factor / rows.weight_sum
-    found = torch.full((n * n + n if is_matrix else 2 * n,), usual, dtype=torch.float64, device=rows.device)
+    return squares_of(rows.n_classes, is_matrix).to(rows.device) * (rows.factor / rows.weight_sum)
+
+
+@functools.lru_cache(maxsize=4)
+def squares_of(n_classes: int, is_matrix: bool) -> Tensor:
+    """As :func:`strengths` in the penalty of J, without the factor of all penalties."""
+    n, usual = n_classes, 2.0 * n_classes
+    found = torch.full((n * n + n if is_matrix else 2 * n,), usual, dtype=torch.float64)
     if is_matrix:
         found[: n * n].reshape(n, n).mul_(n - 1).fill_diagonal_(usual)
     return found
@@ -218,5 +243,6 @@ def fit_curve(
 
 
 def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
-    ridge = 1e-13 * hessian.trace() * torch.eye(len(gradient), dtype=hessian.dtype)
-    return -torch.linalg.solve(hessian + ridge, gradient)
+    curvature = hessian.numpy()
+    ridge = 1e-13 * curvature.trace() * np.eye(len(curvature))
+    return torch.from_numpy(-np.linalg.solve(curvature + ridge, gradient.numpy()))  # torch takes several times as long

@@ -10,7 +10,7 @@ from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_family import family_sums, fit_family
-from focalkern.calibrators._spline_fit import Predict, predictor
+from focalkern.calibrators._spline_fit import Predict, predictor, row_losses
 from focalkern.calibrators._spline_rows import SplineRows
 
 __all__ = ["FoldOf", "Predict", "SplineFolds", "why_not"]
@@ -63,9 +63,10 @@ class SplineFolds:
         self._family = fit_family(self._all, members)
 
         def part(k: int, inside: bool) -> SplineRows:
-            return self._all.select(lambda number: (fold_of(number) == k) == inside)
+            return self._all.select(lambda number: fold_of(number) == k if inside else fold_of(number) != k)
 
-        of_folds = [family_sums(part(k, True), self._family) for k in range(folds)]
+        self._inside = [part(k, True) for k in range(folds)]
+        of_folds = [family_sums(rows, self._family) for rows in self._inside]
         self._parts = []
         for k, own in enumerate(of_folds):
             others = {name: torch.stack([one[name] for one in of_folds]).sum(0) - sums for name, sums in own.items()}
@@ -79,6 +80,14 @@ class SplineFolds:
         fresh._become(fitted, Layout(source.n_classes), n_samples=source.n_rows)
         fresh.warnings_ = tuple(fresh._warnings_of(class_counts))
         return fresh
+
+    def losses(self, candidate: SplineScaling, k: int) -> Tensor | None:
+        """[2, n]: NLL and Brier score of each row of fold k by the fit without it, from kept features.
+
+        None if the features are not kept: then :meth:`held_out` gives the log-probabilities of the rows.
+        """
+        rows, map = self._inside[k], self._parts[k][candidate._member()].map
+        return None if rows.kept is None else row_losses(rows, map)
 
     def held_out(self, candidate: SplineScaling, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""

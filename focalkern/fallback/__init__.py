@@ -23,6 +23,7 @@ from focalkern.fallback.spline_sums import (
     spline_linear_sums,
     spline_log_probs,
     spline_matrix_hessian,
+    spline_row_losses,
     spline_spread,
     spline_temperature_sums,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "spline_log_probs",
     "spline_map",
     "spline_matrix_hessian",
+    "spline_row_losses",
     "spline_spread",
     "spline_temperature_sums",
     "z_loss",

@@ -26,6 +26,7 @@ __all__ = [
     "spline_linear_sums",
     "spline_log_probs",
     "spline_matrix_hessian",
+    "spline_row_losses",
     "spline_spread",
     "spline_temperature_sums",
 ]
@@ -220,6 +221,37 @@ def spline_matrix_hessian(
     of_both = cross.reshape(n_classes, n_curve, -1).transpose(0, 1).reshape(n_curve, size)[:, order]
     nothing = of_both.new_zeros(n_curve, n_curve)
     return torch.cat([torch.cat([nothing, of_both], 1), torch.cat([of_both.T, of_classes[order][:, order]], 1)])
+
+
+def spline_row_losses(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    temperature: float,
+    floor: float,
+    knots: Tensor,
+    basis: Tensor,
+    slope: float,
+    values: Tensor,
+    of_x: Tensor | None,
+    bias: Tensor | None,
+    extra: Tensor | None,
+    is_probs: bool,
+    keep_zeros: bool,
+) -> Tensor:
+    """[2, N]: the loss -log p_target and the Brier score of each row, without its weight."""
+    op = "spline_row_losses"
+    check_rows(op, input, target, weight, of_curve=True)
+    check_curve(op, input, knots, basis, values, of_x, bias, extra)
+    found = []
+    for block, labels, *added in _blocks(_by_row(input), target.unsqueeze(1), *_given(extra)):
+        x, u = _features(block, temperature, floor, is_probs)
+        curve = _curve(basis @ values, *_located(u, knots.to(input.device)))
+        scores = _plus((1 + slope) * x + curve, x, of_x, bias, *added)
+        log_probs = _masked(scores, block, is_probs, keep_zeros).log_softmax(-1)
+        of_target = log_probs.gather(1, labels).squeeze(1)
+        found.append(torch.stack([-of_target, log_probs.exp().square().sum(1) - 2 * of_target.exp() + 1]))
+    return torch.cat(found, 1)
 
 
 def spline_linear_sums(

@@ -10,7 +10,7 @@ from focalkern.ops._backend import backend_for, fallback, has_kernels
 __all__ = ["spline_sums_for"]
 
 # A fit calls these only once, so they have no CUDA kernel.
-_PLAIN_ON_CUDA = ("spline_histogram", "spline_matrix_hessian", "spline_spread")
+_PLAIN_ON_CUDA = ("spline_histogram", "spline_matrix_hessian", "spline_row_losses", "spline_spread")
 
 
 def spline_sums_for(input: Tensor) -> Any:

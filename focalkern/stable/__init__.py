@@ -22,6 +22,7 @@ from focalkern.stable.spline_sums import (
     spline_linear_sums,
     spline_log_probs,
     spline_matrix_hessian,
+    spline_row_losses,
     spline_spread,
     spline_temperature_sums,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "spline_log_probs",
     "spline_map",
     "spline_matrix_hessian",
+    "spline_row_losses",
     "spline_spread",
     "spline_temperature_sums",
     "z_loss",

@@ -9,6 +9,7 @@ from torch import Tensor
 from focalkern.fallback._spline_arguments import FEW_CLASSES, check_curve, check_input, check_rows
 from focalkern.fallback.spline_sums import spline_histogram as plain_histogram
 from focalkern.fallback.spline_sums import spline_matrix_hessian as plain_hessian
+from focalkern.fallback.spline_sums import spline_row_losses as plain_losses
 from focalkern.fallback.spline_sums import spline_spread as plain_spread
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "spline_linear_sums",
     "spline_log_probs",
     "spline_matrix_hessian",
+    "spline_row_losses",
     "spline_spread",
     "spline_temperature_sums",
 ]
@@ -118,6 +120,33 @@ def spline_matrix_hessian(
     hessian = torch.empty(size, size, dtype=_WIDE, device="cpu")
     _kernels.spline_matrix_hessian_out(*rows, *curve, hessian, temperature, floor, slope, is_probs, keep_zeros)
     return hessian
+
+
+def spline_row_losses(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    temperature: float,
+    floor: float,
+    knots: Tensor,
+    basis: Tensor,
+    slope: float,
+    values: Tensor,
+    of_x: Tensor | None,
+    bias: Tensor | None,
+    extra: Tensor | None,
+    is_probs: bool,
+    keep_zeros: bool,
+) -> Tensor:
+    of_curve = (knots, basis, slope, values, of_x, bias, extra)
+    if not input.is_cpu:
+        return plain_losses(input, target, weight, temperature, floor, *of_curve, is_probs, keep_zeros)
+    op = "spline_row_losses"
+    rows = _rows(op, input, target, weight, of_curve=True)
+    curve = _curve(op, input, knots, basis, values, of_x, bias, extra)
+    losses = torch.empty(2, len(target), dtype=_WIDE, device="cpu")
+    _kernels.spline_row_losses_out(*rows, *curve, losses, temperature, floor, slope, is_probs, keep_zeros)
+    return losses
 
 
 def spline_linear_sums(

@@ -84,6 +84,7 @@ def sums(module, z, target, weight, m=10, kind="scalar", is_probs=False, keep_ze
     more = {"scalar": (None, None, None), "vector": (vector, bias, None), "matrix": (None, bias, extra)}[kind]
     arguments = (z, target, weight, 1.3, 1e-4, *curve(m), *more, is_probs, keep_zeros)
     found = [*module.spline_curve_sums(*arguments), *module.spline_linear_sums(*arguments, kind == "matrix")]
+    found.append(module.spline_row_losses(*arguments))
     return [*found, module.spline_matrix_hessian(*arguments)] if n_classes <= 32 else found
 
 
