@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-__all__ = ["Minimum", "Pairs", "Vector", "minimise", "vector"]
+__all__ = ["Minimum", "Pairs", "Vector", "minimise", "tensor", "vector"]
 
 Vector = Any
 """[n] float64: a NumPy array, whose operations take less time than torch's, or a tensor on another device."""
@@ -45,6 +46,11 @@ class Minimum:
 def vector(tensor: Tensor) -> Vector:
     """The tensor, or a view of it as an array."""
     return tensor.numpy() if tensor.is_cpu else tensor
+
+
+def tensor(of: Vector) -> Tensor:
+    """The vector as a tensor that shares its memory."""
+    return torch.from_numpy(of) if isinstance(of, np.ndarray) else of
 
 
 def minimise(

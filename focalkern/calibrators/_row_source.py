@@ -1,7 +1,7 @@
 """Sources of rows for fits by sums over rows: in memory or read in batches, of one process or of several."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -137,24 +137,31 @@ class MemoryRows:
         """A part of the rows of this process, with the totals of all processes."""
         if isinstance(rows, slice):
             columns = (self.input[rows], self.target[rows], self.weight[rows], self.number[rows])
-        else:  # a mask would be searched once per column, and indexing takes several times as long
-            places = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
-            target, weight = self.target.index_select(0, places), self.weight.index_select(0, places)
-            columns = (self.input.index_select(-2, places), target, weight, self.number.index_select(0, places))
+        else:
+            columns = self._columns(rows)
         return MemoryRows(*columns, self.n_rows, self.weight_sum, self.add_up)
 
+    def _columns(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # A mask would be searched once per column, and indexing takes several times as long.
+        places = mask.nonzero().squeeze(1) if mask.dtype == torch.bool else mask
+        target, weight = self.target.index_select(0, places), self.weight.index_select(0, places)
+        return self.input.index_select(-2, places), target, weight, self.number.index_select(0, places)
+
     def select(self, wanted: Wanted) -> "MemoryRows":
-        return _counted(self.at(wanted(self.number)))
+        return _counted(*self._columns(wanted(self.number)), self.add_up)
 
     def every(self, stride: int) -> "MemoryRows":
         return self if stride == 1 else self.select(lambda number: number % stride == 0)
 
 
-def _counted(rows: MemoryRows) -> MemoryRows:
+def _counted(
+    input: Tensor, target: Tensor, weight: Tensor, number: Tensor, add_up: Callable[[Tensor], Tensor]
+) -> MemoryRows:
     """The rows with totals computed from them."""
-    mine = torch.tensor([float(len(rows.target)), float(rows.weight.sum())], dtype=torch.float64)
-    n_rows, weight_sum = rows.add_up(mine).tolist()
-    return replace(rows, n_rows=round(n_rows), weight_sum=weight_sum)
+    n_rows, weight_sum = float(len(target)), float(weight.sum())
+    if add_up is not unchanged:
+        n_rows, weight_sum = add_up(torch.tensor([n_rows, weight_sum], dtype=torch.float64)).tolist()
+    return MemoryRows(input, target, weight, number, round(n_rows), weight_sum, add_up)
 
 
 def memory_rows(
@@ -169,7 +176,7 @@ def memory_rows(
         weight = torch.ones(len(input), dtype=torch.float64, device=input.device)
     if number is None:
         number = torch.arange(len(input), device=input.device)
-    return _counted(MemoryRows(input, target, weight, number, 0, 0.0, add_up))
+    return _counted(input, target, weight, number, add_up)
 
 
 def rows_of(data: FitData) -> MemoryRows:

@@ -8,14 +8,17 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._lbfgs import Pairs, Vector, minimise, vector
+from focalkern.calibrators._lbfgs import Pairs, Vector, minimise, tensor, vector
 from focalkern.calibrators._spline_curvature import linear_hessian, of_vector, softmax_of
+from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_fit import (
     Fit,
     Map,
+    added,
     arguments,
     blocks_in_memory,
     parts_of,
+    squares_of,
     strengths,
 )
 from focalkern.calibrators._spline_rows import SplineRows
@@ -58,8 +61,9 @@ class LinearObjective:
 
     @functools.cached_property
     def _penalty(self) -> "Scales":
-        """The quadratic form of the penalty of J / W in the curve, and its factors of the other squares."""
-        return Scales.of(self._rows.quadratic.to(self._rows.device), strengths(self._rows, len(self._shape) == 2))
+        """The quadratic form of the penalty of J in the curve, and its factors of the other squares."""
+        rows = self._rows
+        return _penalty_of(rows.spline, rows.factor, rows.n_classes, len(self._shape) == 2, rows.device)
 
     def point(self, map: Map) -> Vector:
         assert map.weight is not None and map.bias is not None
@@ -67,7 +71,7 @@ class LinearObjective:
 
     def map(self, point: Vector) -> Map:
         parts = point[: self._n_curve], point[self._n_curve : self._n_before_bias], point[self._n_before_bias :]
-        curve, weight, bias = (torch.as_tensor(part) for part in parts)
+        curve, weight, bias = (tensor(part) for part in parts)
         return Map(curve.cpu(), weight.reshape(self._shape), bias)
 
     def __call__(self, point: Vector) -> tuple[float, Vector]:
@@ -82,13 +86,12 @@ class LinearObjective:
             of_linear = of_classes if x is None else slopes.T @ x
             of_all = (of_curve.new_full((1,), value), of_curve, of_linear.reshape(-1), of_one)
             found.append(torch.cat([one.to(rows.device) for one in of_all]))
-        nothing = torch.zeros(1 + self._n_before_bias + rows.n_classes, dtype=torch.float64, device=rows.device)
-        return rows.source.add_up(sum(found, nothing))
+        return rows.source.add_up(added(found, 1 + self._n_before_bias + rows.n_classes, rows.device))
 
     def of_sums(self, point: Vector, sums: Tensor) -> tuple[float, Vector]:
         """Value and gradient from :meth:`sums` at a point."""
-        means, pull = vector(sums) / self._rows.weight_sum, self._penalty.step(point)
-        return float(means[0] + point @ pull), means[1:] + 2 * pull
+        sums, pull, weight_sum = vector(sums), self._penalty.step(point), self._rows.weight_sum
+        return float(sums[0] + point @ pull) / weight_sum, (sums[1:] + 2 * pull) / weight_sum
 
 
 class Preconditioner(Protocol):
@@ -123,6 +126,11 @@ class Scales:
         found, n = self.others * point, len(curve)
         found[:n] = curve @ point[:n]
         return found
+
+
+@functools.lru_cache(maxsize=4)  # the folds of a cross-validation share their spline
+def _penalty_of(spline: NaturalSpline, factor: float, n_classes: int, is_matrix: bool, device: torch.device) -> Scales:
+    return Scales.of(factor * spline.penalty().to(device), factor * squares_of(n_classes, is_matrix).to(device))
 
 
 @dataclass(frozen=True)
