@@ -28,14 +28,10 @@ def order_conditions(spline: NaturalSpline, n_classes: int, points: int, mirrore
     two classes of a row sum to at most 1, so the order is kept if h increases on u <= 0 and h(u) >= h(-u) for u > 0.
     With two classes, the log-odds are opposite, and the second condition suffices.
     """
-    first, last = float(spline.knots[0]), float(spline.knots[-1])
-    low = min(first - 3, -1.0)
-    left = torch.linspace(low, 0, points + 1, dtype=torch.float64)
-    right = torch.linspace(0, max(-low, last + 3, 1.0), mirrored + 1, dtype=torch.float64)[1:]
-    u = torch.cat([left, right, -right])
+    u, sizes = _points(spline, points, mirrored)
     # h(u) as rows of factors of (a, f); that of a is also the constant.
     of_score = torch.cat([-torch.nn.functional.softplus(-u).unsqueeze(1), spline.rows(u)], 1)
-    of_left, of_right, of_mirrored = of_score.split([len(left), mirrored, mirrored])
+    of_left, of_right, of_mirrored = of_score.split(sizes)
     rows = [of_left.diff(dim=0)] if n_classes > 2 else []
     rows.append(of_right - of_mirrored)
     # Beyond the last points, the slopes of the linear tails decide.
@@ -49,9 +45,33 @@ def order_conditions(spline: NaturalSpline, n_classes: int, points: int, mirrore
     return conditions / size.unsqueeze(1), constant / size
 
 
+def _points(spline: NaturalSpline, points: int, mirrored: int) -> tuple[Tensor, list[int]]:
+    """The u of the conditions: u <= 0, u > 0 and the latter mirrored; and their numbers."""
+    first, last = float(spline.knots[0]), float(spline.knots[-1])
+    low = min(first - 3, -1.0)
+    left = torch.linspace(low, 0, points + 1, dtype=torch.float64)
+    right = torch.linspace(0, max(-low, last + 3, 1.0), mirrored + 1, dtype=torch.float64)[1:]
+    return torch.cat([left, right, -right]), [points + 1, mirrored, mirrored]
+
+
+@functools.lru_cache(maxsize=4)
+def _checked(spline: NaturalSpline) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Pieces, offsets and softplus(-u) of the points of :func:`keeps_order`, and the numbers of points."""
+    u, sizes = _points(spline, _CHECKED, _CHECKED)
+    return *spline.locate(u), torch.nn.functional.softplus(-u), sizes
+
+
 def keeps_order(spline: NaturalSpline, n_classes: int, curve: Tensor) -> bool:
-    conditions, constant = order_conditions(spline, n_classes, _CHECKED, _CHECKED)
-    return bool((conditions @ curve + constant >= 0).all())
+    """Whether :func:`order_conditions` hold at many points, by the scores at these points."""
+    piece, offset, falls, sizes = _checked(spline)
+    factor = 1 - _MARGIN + float(curve[0])
+    coefficients = spline.coefficients(curve[1:])
+    c0, c1, c2, c3 = (column.index_select(0, piece) for column in coefficients.unbind(1))
+    scores = c3.mul_(offset).add_(c2).mul_(offset).add_(c1).mul_(offset).add_(c0).sub_(falls, alpha=factor)
+    left, right, mirrored = scores.split(sizes)
+    start, end = factor + float(coefficients[0, 1]), factor + float(coefficients[0, 1] + coefficients[-1, 1])
+    increases = n_classes == 2 or (start >= 0 and bool((left[1:] >= left[:-1]).all()))
+    return increases and end >= 0 and bool((right >= mirrored).all())
 
 
 def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
