@@ -12,7 +12,7 @@ from focalkern._types import InputKind, Proper
 from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import folds_of_all
-from focalkern.calibrators._robust_temperature import RobustTemperatureScaling, floored_map
+from focalkern.calibrators._robust_temperature import RobustTemperatureScaling, floored_losses, floored_map
 from focalkern.calibrators._row_source import RowSource, class_counts, rows_of
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
 from focalkern.calibrators._spline import SplineScaling
@@ -64,7 +64,7 @@ def cross_validate(
     source = rows_of(FitData(input, labels, weight))
     order, sizes = fold.argsort(stable=True).to(device), torch.bincount(fold, minlength=folds).tolist()
     truth, places = labels[order], order.split(sizes)
-    of_folds = [input[one] for one in places]
+    of_folds = [(input[one], labels[one]) for one in places]
     fits = FoldFits(source, candidates, lambda number: on_device[number], folds)
     entries, losses, unfinished = [], [], []
     for name, candidate in candidates.items():
@@ -82,17 +82,15 @@ def cross_validate(
                 unfinished += [name] if fitted is None else []
             found = []
             for k, held_out in enumerate(of_folds if folds and name != "none" and not excluded else ()):
-                known = fits.losses(candidate, k, criterion)
-                if known is not None:
-                    loss[:, places[k]] = known
-                elif fits.takes(candidate):
-                    found.append(fits.held_out(candidate, k)(held_out.to(torch.float64)))
+                if fits.takes(candidate):
+                    of_fold = fits.losses(candidate, k, *held_out)
+                    loss[:, places[k]] = of_fold if criterion == "nll" else of_fold[1].expand(2, -1)
                 else:
                     kept = on_device != k
                     of_fit = None if weight is None else weight[kept]
                     part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
                     stopped = stopped or getattr(part, "at_border_", ())
-                    found.append(log_proba(part, held_out))
+                    found.append(log_proba(part, held_out[0]))
             if found:
                 loss[:, order] = losses_of(torch.cat(found), truth, criterion)
         # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
@@ -206,17 +204,23 @@ class FoldFits:
             self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds, temperature)
         return None
 
-    def losses(self, candidate: Any, k: int, criterion: Proper) -> Tensor | None:
-        """:func:`losses_of` the rows of fold k by the fit without it; None if that needs its predictions."""
-        if not isinstance(candidate, SplineScaling):
-            return None
-        found = self._fits[float(candidate.penalty), candidate.input_kind].losses(candidate, k)
-        return found if found is None or criterion == "nll" else found[1].expand(2, -1)
+    def losses(self, candidate: Any, k: int, input: Tensor, labels: Tensor) -> Tensor:
+        """[2, n]: NLL and Brier score of each row of fold k by the fit without it."""
+        kind = candidate.input_kind
+        if isinstance(candidate, RobustTemperatureScaling):
+            return floored_losses(self._without(k), kind, self._temperatures[kind], input.to(torch.float64), labels)
+        fits = self._fits[float(candidate.penalty), kind]
+        found = fits.losses(candidate, k)
+        return (
+            losses_of(fits.held_out(candidate, k)(input.to(torch.float64)), labels, "nll") if found is None else found
+        )
 
     def held_out(self, candidate: Any, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""
         kind = candidate.input_kind
         if isinstance(candidate, RobustTemperatureScaling):
-            others = self._source.select(lambda number: self._fold_of(number) != k)
-            return floored_map(others, kind, self._temperatures[kind])
+            return floored_map(self._without(k), kind, self._temperatures[kind])
         return self._fits[float(candidate.penalty), kind].held_out(candidate, k)
+
+    def _without(self, k: int) -> RowSource:
+        return self._source.select(lambda number: self._fold_of(number) != k)

@@ -21,8 +21,9 @@ from focalkern.calibrators._spline_features import (
 )
 from focalkern.calibrators._spline_module import FlooredLogProbs, MapArguments
 from focalkern.ops.spline_map import map_by_pieces
+from focalkern.ops.spline_sums import spline_sums_for
 
-__all__ = ["RobustTemperatureScaling", "floored_map"]
+__all__ = ["RobustTemperatureScaling", "floored_losses", "floored_map"]
 
 
 class RobustTemperatureScaling(FitsBatches):
@@ -109,10 +110,29 @@ class RobustTemperatureScaling(FitsBatches):
 
 def floored_map(source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling) -> Callable[[Tensor], Tensor]:
     """The map fitted to ``source``, a part of the rows of ``near``: input [n, C] to log-probabilities of its dtype."""
-    temperature = robust_temperature(source, input_kind, logit_scale(source, input_kind), near.temperature_)
-    masks = near.masks_ or masks_zeros(source, input_kind)
-    arguments = FlooredLogProbs(temperature, floor_of(source.weight_sum), input_kind, masks=masks).arguments()
+    temperature, floor, masks = _fit_near(source, input_kind, near)
+    arguments = FlooredLogProbs(temperature, floor, input_kind, masks=masks).arguments()
     return lambda input: map_by_pieces(input, *arguments, log=True)
+
+
+def floored_losses(
+    source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling, input: Tensor, labels: Tensor
+) -> Tensor:
+    """[2, n]: NLL and Brier score of rows by the :func:`floored_map` of ``source``; ``input`` [n, C] is float64."""
+    temperature, floor, masks = _fit_near(source, input_kind, near)
+    is_probs, weight = input_kind == "probs", torch.ones(len(labels), dtype=torch.float64, device=input.device)
+    zeros, wide = masks and not is_probs, torch.float64
+    no_curve = (torch.arange(2, dtype=wide), torch.zeros(3, 4, 2, dtype=wide), 0.0, torch.zeros(2, dtype=wide))
+    losses: Tensor = spline_sums_for(input).spline_row_losses(
+        input, labels, weight, temperature, floor, *no_curve, None, None, None, is_probs, zeros
+    )
+    return losses
+
+
+def _fit_near(source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling) -> tuple[float, float, bool]:
+    """Temperature, floor and masks of the fit to ``source``, a part of the rows of ``near``."""
+    temperature = robust_temperature(source, input_kind, logit_scale(source, input_kind), near.temperature_)
+    return temperature, floor_of(source.weight_sum), near.masks_ or masks_zeros(source, input_kind)
 
 
 def temperature_from_json(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from test_spline_fit import draw
 import focalkern as fk
 from focalkern.calibrators import RobustTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._candidates import as_candidates, fit_one, identity, log_proba
-from focalkern.calibrators._cross_validation import cross_validate, losses_of
+from focalkern.calibrators._cross_validation import FoldFits, cross_validate, losses_of
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import fold_of
+from focalkern.calibrators._row_source import rows_of
 from focalkern.calibrators._selection import CandidateScore, decide
 
 
@@ -302,3 +304,21 @@ def sharp():
     logits = 4 * torch.randn(400, 3, generator=generator)
     labels = torch.multinomial((logits / 2).softmax(-1), 1, generator=generator).squeeze(1)
     return logits, labels
+
+
+@pytest.mark.parametrize("case", ["logits", "impossible", "probs"])  # impossible: the features of the rows are not kept
+def test_losses_of_a_fold_are_those_of_its_predictions(case):
+    logits, labels = draw(300, 4)
+    input_kind = "probs" if case == "probs" else "logits"
+    input = logits.softmax(-1) if case == "probs" else logits
+    if case == "impossible":
+        input[labels != 1, 1] = -torch.inf
+    fold = torch.arange(300) % 3
+    candidates = as_candidates(None, "nll", input_kind)
+    fits = FoldFits(rows_of(FitData(input, labels, None)), candidates, lambda number: fold[number], 3)
+    for candidate in list(candidates.values())[1:]:
+        fits.fit(candidate)
+        for k in range(3):
+            held_out = input[fold == k], labels[fold == k]
+            expected = losses_of(fits.held_out(candidate, k)(held_out[0]), held_out[1], "nll")
+            torch.testing.assert_close(fits.losses(candidate, k, *held_out), expected, rtol=1e-12, atol=1e-12)

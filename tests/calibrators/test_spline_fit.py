@@ -254,10 +254,10 @@ def test_gradient_and_hessian_are_those_of_the_definition(n_classes, case):
 @pytest.mark.parametrize("n_classes", [2, 3, 5])
 @pytest.mark.parametrize("case", ["plain", "weights", "zeros", "few knots"])
 def test_the_hessian_in_all_parameters_is_that_of_the_definition(n_classes, case, monkeypatch):
-    """At the free curve, where it scales the search; in blocks of rows too."""
+    """At the free curve, where it scales the search; by kernels and in plain torch, in blocks of rows too."""
     rows, logits, kind = rows_of_case(n_classes, case)
     free = fit_curve(rows)
-    n_curve = len(free.map.curve)
+    n_curve, kernels = len(free.map.curve), _spline_curvature.spline_sums_for(logits)
     for member, n_own in (("vector", 2), ("matrix", n_classes + 1)):
 
         def value(point, n_own=n_own):
@@ -266,14 +266,12 @@ def test_the_hessian_in_all_parameters_is_that_of_the_definition(n_classes, case
 
         start = torch.cat([free.map.curve, torch.zeros(n_classes * n_own, dtype=torch.float64)])
         expected = torch.autograd.functional.hessian(value, start)
-        for block in (None, 1 << 14, 40 * n_classes):  # None: by kernels
-            if block is not None:
-                monkeypatch.setattr(_spline_curvature, "spline_sums_for", lambda input: spline_sums)
-                monkeypatch.setattr(spline_sums, "_HESSIAN_BLOCK", block)
+        for sums, block in ((kernels, 1), (spline_sums, 1 << 14), (spline_sums, 160)):
+            monkeypatch.setattr(_spline_curvature, "spline_sums_for", lambda input, sums=sums: sums)
+            monkeypatch.setattr(spline_sums, "_HESSIAN_BLOCK", block)
             found = linear_hessian(rows, free.map, free.derivatives.hessian)
             places = of_vector(n_curve, n_classes) if member == "vector" else torch.arange(len(found))
-            found = found[places][:, places]
-            assert found.numpy() == pytest.approx(expected.numpy(), rel=1e-8, abs=1e-9)
+            assert found[places][:, places].numpy() == pytest.approx(expected.numpy(), rel=1e-8, abs=1e-9)
 
 
 # -- optima ----------------------------------------------------------------------------------------------------------
