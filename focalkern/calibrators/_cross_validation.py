@@ -1,7 +1,8 @@
 """Cross-validation of candidates on samples in memory: each is fitted on all folds but one, evaluated on that."""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_ide
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import folds_of_all
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling, floored_losses, floored_map
-from focalkern.calibrators._row_source import RowSource, class_counts, rows_of
+from focalkern.calibrators._row_source import RowSource, class_counts, fold_by_fold, rows_of
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_features import masks_zeros
@@ -208,7 +209,7 @@ class FoldFits:
         """[2, n]: NLL and Brier score of each row of fold k by the fit without it."""
         kind = candidate.input_kind
         if isinstance(candidate, RobustTemperatureScaling):
-            return floored_losses(self._without(k), kind, self._temperatures[kind], input.to(torch.float64), labels)
+            return floored_losses(self._part(k, False), kind, self._temperatures[kind], input.to(torch.float64), labels)
         fits = self._fits[float(candidate.penalty), kind]
         found = fits.losses(candidate, k)
         return (
@@ -219,8 +220,9 @@ class FoldFits:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""
         kind = candidate.input_kind
         if isinstance(candidate, RobustTemperatureScaling):
-            return floored_map(self._without(k), kind, self._temperatures[kind])
+            return floored_map(self._part(k, False), kind, self._temperatures[kind])
         return self._fits[float(candidate.penalty), kind].held_out(candidate, k)
 
-    def _without(self, k: int) -> RowSource:
-        return self._source.select(lambda number: self._fold_of(number) != k)
+    @functools.cached_property
+    def _part(self) -> Callable[[int, bool], RowSource]:
+        return fold_by_fold(self._source, self._fold_of, self._folds)

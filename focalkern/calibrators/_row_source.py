@@ -13,8 +13,10 @@ __all__ = [
     "Batch",
     "BatchedRows",
     "MemoryRows",
+    "PartOf",
     "RowSource",
     "class_counts",
+    "fold_by_fold",
     "memory_rows",
     "rank_and_size",
     "rows_of",
@@ -29,6 +31,9 @@ Batch = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 Wanted = Callable[[Tensor], Tensor]
 """Maps row indices to a mask."""
+
+PartOf = Callable[[Tensor], Tensor]
+"""Maps row indices to the numbers of their parts."""
 
 
 class RowSource(Protocol):
@@ -150,8 +155,30 @@ class MemoryRows:
     def select(self, wanted: Wanted) -> "MemoryRows":
         return _counted(*self._columns(wanted(self.number)), self.add_up)
 
+    def partition(self, part_of: PartOf, n: int) -> list[tuple["MemoryRows", "MemoryRows"]]:
+        """For each of n parts, its rows and all others, in the order of their parts."""
+        part = part_of(self.number)
+        sizes = torch.bincount(part, minlength=n).tolist()
+        input, target, weight, number = self._columns(part.argsort(stable=True))
+        columns = (input.split(sizes, -2), target.split(sizes), weight.split(sizes), number.split(sizes))
+
+        def rows_of(parts: list[int]) -> MemoryRows:
+            of_input, *others = ([column[k] for k in parts] for column in columns)
+            labels, weights, numbers = map(torch.cat, others)
+            return _counted(torch.cat(of_input, -2), labels, weights, numbers, self.add_up)
+
+        return [(rows_of([k]), rows_of([other for other in range(n) if other != k])) for k in range(n)]
+
     def every(self, stride: int) -> "MemoryRows":
         return self if stride == 1 else self.select(lambda number: number % stride == 0)
+
+
+def fold_by_fold(source: RowSource, fold_of: PartOf, folds: int) -> Callable[[int, bool], RowSource]:
+    """A function of k and ``inside`` that returns the rows of fold k, or all others. Few rows are divided at once."""
+    if isinstance(source, MemoryRows) and source.input.numel() <= 2 * BLOCK:
+        parts = source.partition(fold_of, folds)
+        return lambda k, inside: parts[k][0 if inside else 1]
+    return lambda k, inside: source.select(lambda number: (fold_of(number) == k) == inside)
 
 
 def _counted(

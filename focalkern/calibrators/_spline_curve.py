@@ -1,5 +1,7 @@
 """The curve of spline scaling: a natural cubic spline with straight tails, and its penalty."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,7 @@ class NaturalSpline:
         offset = offset.unsqueeze(1)
         return c3.mul_(offset).add_(c2).mul_(offset).add_(c1).mul_(offset).add_(c0)
 
+    @functools.cached_property
     def penalty(self) -> Tensor:
         r"""[m + 1, m + 1]: the quadratic form of the penalty of (a, f).
 

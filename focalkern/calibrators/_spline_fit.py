@@ -243,6 +243,7 @@ def fit_curve(
 
 
 def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
-    curvature = hessian.numpy()
-    ridge = 1e-13 * curvature.trace() * np.eye(len(curvature))
-    return torch.from_numpy(-np.linalg.solve(curvature + ridge, gradient.numpy()))  # torch takes several times as long
+    curvature = hessian.numpy().copy()
+    diagonal = curvature.reshape(-1)[:: len(curvature) + 1]
+    diagonal += 1e-13 * diagonal.sum()
+    return torch.from_numpy(-np.linalg.solve(curvature, gradient.numpy()))  # torch takes several times as long

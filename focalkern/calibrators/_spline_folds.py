@@ -61,12 +61,9 @@ class SplineFolds:
         members = {candidate._member() for candidate in candidates}
         self._all = SplineRows.of(source, first.input_kind, float(first.penalty), temperature)
         self._family = fit_family(self._all, members)
-
-        def part(k: int, inside: bool) -> SplineRows:
-            return self._all.select(lambda number: fold_of(number) == k if inside else fold_of(number) != k)
-
-        self._inside = [part(k, True) for k in range(folds)]
-        of_folds = [family_sums(rows, self._family) for rows in self._inside]
+        part = self._all.fold_by_fold(fold_of, folds)
+        self._inside = [part(k, True) for k in range(folds)] if self._all.kept else []
+        of_folds = [family_sums(part(k, True), self._family) for k in range(folds)]
         self._parts = []
         for k, own in enumerate(of_folds):
             others = {name: torch.stack([one[name] for one in of_folds]).sum(0) - sums for name, sums in own.items()}
@@ -86,8 +83,8 @@ class SplineFolds:
 
         None if the features are not kept: then :meth:`held_out` gives the log-probabilities of the rows.
         """
-        rows, map = self._inside[k], self._parts[k][candidate._member()].map
-        return None if rows.kept is None else row_losses(rows, map)
+        map = self._parts[k][candidate._member()].map
+        return row_losses(self._inside[k], map) if self._inside else None
 
     def held_out(self, candidate: SplineScaling, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""

@@ -130,7 +130,7 @@ class Scales:
 
 @functools.lru_cache(maxsize=4)  # the folds of a cross-validation share their spline
 def _penalty_of(spline: NaturalSpline, factor: float, n_classes: int, is_matrix: bool, device: torch.device) -> Scales:
-    return Scales.of(factor * spline.penalty().to(device), factor * squares_of(n_classes, is_matrix).to(device))
+    return Scales.of(factor * spline.penalty.to(device), factor * squares_of(n_classes, is_matrix).to(device))
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Rows for the fits of spline scaling, with their features: temperature, floor and knots, shared by all folds."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._row_source import BLOCK, MemoryRows, RowSource, Wanted
+from focalkern.calibrators._row_source import BLOCK, MemoryRows, PartOf, RowSource, fold_by_fold
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_features import (
     find_knots,
@@ -35,7 +35,6 @@ class SplineRows:
         temperature, floor: T and e of x = log((1 - e) softmax(z / T) + e / C).
         masks: whether a logit of -inf means probability 0.
         spline: the knots.
-        penalty: the quadratic form of the penalty of (a, f), [m + 1, m + 1].
         factor: factor for all penalties.
         kept: the rows with their features x and u, [2, n, C] float64, as input, so that the sums do not compute them
             again; None if the rows are not in memory on the CPU, fill more than a block, or have an impossible class.
@@ -47,7 +46,6 @@ class SplineRows:
     floor: float
     masks: bool
     spline: NaturalSpline
-    penalty: Tensor
     factor: float
     kept: MemoryRows | None = None
 
@@ -68,13 +66,13 @@ class SplineRows:
         temperature = min(temperature, 2 * scale * max(1.0, spread(source, input_kind, scale)))
         spline = NaturalSpline(find_knots(histogram(source, input_kind, temperature, floor)))
         impossible = masks_zeros(source, input_kind)
-        rows = cls(source, input_kind, temperature, floor, impossible, spline, spline.penalty(), float(penalty))
+        rows = cls(source, input_kind, temperature, floor, impossible, spline, float(penalty))
         return rows.on(source)
 
     @functools.cached_property
     def quadratic(self) -> Tensor:
         """The quadratic form of the penalty of J / W in (a, f)."""
-        return self.factor / self.weight_sum * self.penalty
+        return self.factor / self.weight_sum * self.spline.penalty
 
     @property
     def n_classes(self) -> int:
@@ -104,12 +102,18 @@ class SplineRows:
                 kept = replace(source, input=found)
         return replace(self, source=source, kept=kept)
 
-    def select(self, wanted: Wanted) -> Self:
-        """The rows whose indices are wanted, with the same temperature, floor and knots; kept features are copied."""
-        if self.kept is None:
-            return self.on(self.source.select(wanted))
-        kept = self.kept.select(wanted)
-        return replace(self, source=kept, kept=kept)
+    def fold_by_fold(self, fold_of: PartOf, folds: int) -> "Callable[[int, bool], SplineRows]":
+        """:func:`fold_by_fold` with the same temperature, floor and knots; kept features are copied."""
+        part = fold_by_fold(self.kept or self.source, fold_of, folds)
+
+        def rows_of(k: int, inside: bool) -> SplineRows:
+            found = part(k, inside)
+            if self.kept is None:
+                return self.on(found)
+            assert isinstance(found, MemoryRows)
+            return replace(self, source=found, kept=found)
+
+        return rows_of
 
     def parts(self) -> Iterator[MemoryRows]:
         """The parts of the source for sums: the kept rows, or those of the source."""

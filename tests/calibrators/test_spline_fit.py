@@ -86,7 +86,7 @@ def test_a_natural_spline_interpolates_smoothly_and_is_straight_beyond_its_ends(
     slope, mean = float(away @ values / away.square().sum()), float(values.mean())
     curve = torch.cat([torch.tensor([0.7], dtype=torch.float64), values])
     expected = 5 * 0.7**2 + 5 * integral + 5 * slope**2 + 0.005 * mean**2
-    assert float(curve @ spline.penalty() @ curve) == pytest.approx(expected, rel=1e-6)
+    assert float(curve @ spline.penalty @ curve) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("gamma", [-0.5, 1.0, 3.0])
@@ -186,7 +186,7 @@ def objective(rows, map, logits, kind="logits"):
     """J / W of section 2 of the specification, written out."""
     source, total, c = rows.source, rows.weight_sum, logits.shape[1]
     of_target = log_probs(rows, map, logits, kind).gather(1, source.target.unsqueeze(1)).squeeze(1)
-    penalty = map.curve @ rows.penalty @ map.curve
+    penalty = map.curve @ rows.spline.penalty @ map.curve
     if map.weight is not None:
         square = map.weight.square()
         diagonal = square if square.dim() == 1 else square.diagonal()
@@ -209,7 +209,7 @@ def rows_of_case(n_classes, case):
     rows = rows_of(logits, target, weight, kind)
     if case == "few knots":
         spline = NaturalSpline(torch.tensor([-3.0, -1.0, 0.0, 2.0], dtype=torch.float64))
-        rows = dataclasses.replace(rows, spline=spline, penalty=spline.penalty())
+        rows = dataclasses.replace(rows, spline=spline)
     return rows, logits, kind
 
 
