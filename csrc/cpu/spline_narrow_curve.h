@@ -152,7 +152,6 @@ class VectorCurve {
     return at<kSplineTables>(u);
   }
 
- private:
   // For u on the first `pieces` pieces.
   template <int64_t pieces>
   FK_HOST_DEVICE Point at(const Reals& u) const {
@@ -172,6 +171,8 @@ class VectorCurve {
     const Reals square = Lanes::fma(power[3], s, power[2]), rise = Lanes::fma(power[3] * 3, s, power[2] + power[2]);
     return {Lanes::fma(Lanes::fma(square, s, power[1]), s, power[0]), Lanes::fma(rise, s, power[1]), s, places};
   }
+
+ private:
   template <int64_t pieces>
   static FK_HOST_DEVICE Reals entry(const double* table, const Words& code) {
     return Lanes::template look_up<pieces>(table, code);

@@ -86,17 +86,33 @@ FK_AVX512 void curve_in_registers(const SplineTile& t, const CurveTables& tables
   }
 }
 
-template <bool with_slope>
+// `pieces`: at least the number of pieces, for few classes, where the branches of VectorCurve would be mispredicted; 0:
+// with these branches, because most of many classes are left of the first knot.
+template <bool with_slope, int64_t pieces>
 FK_AVX2 void curve_in_fours(const SplineTile& t, const VectorCurve<4>& curve) {
   const int64_t n = t.outer * t.inner;
   for (int64_t i = 0; i < n; i += 4) {
     const auto u = load_simd<simd_t<double, 4>>(t.u + i);
-    const auto found = curve(u);
+    VectorCurve<4>::Point found;
+    if constexpr (pieces > 0) {
+      found = curve.at<pieces>(u);
+    } else {
+      found = curve.are_left(u) ? curve.on_line(u) : curve(u);
+    }
     store_simd(found.value, t.f + i);
     store_simd(found.offset, t.u + i);
     store_negated(found.place.counts, t.piece + i);
     if constexpr (with_slope) store_simd(found.slope, t.slope + i);
   }
+}
+template <bool with_slope>
+void curve_in_fours(const SplineTile& t, const CurveTables& tables) {
+  const VectorCurve<4>& curve = *tables.in_fours;
+  const int64_t knots = tables.curve.knots;
+  if (!t.column) return curve_in_fours<with_slope, 0>(t, curve);
+  knots < 8    ? curve_in_fours<with_slope, 8>(t, curve)
+  : knots < 12 ? curve_in_fours<with_slope, 12>(t, curve)
+               : curve_in_fours<with_slope, kSplineTables>(t, curve);
 }
 #endif
 
@@ -135,7 +151,7 @@ template <bool with_slope>
 void curve_of_tile(const SplineTile& t, const CurveTables& tables) {
 #ifdef FK_HAS_AVX512_CODE
   if (tables.curve.knots < kSplineTables && has_avx512()) return curve_in_registers<with_slope>(t, tables);
-  if (tables.in_fours) return curve_in_fours<with_slope>(t, *tables.in_fours);
+  if (tables.in_fours) return curve_in_fours<with_slope>(t, tables);
 #endif
   curve_one_by_one<with_slope>(t, tables.curve);
 }

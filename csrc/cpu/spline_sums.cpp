@@ -21,12 +21,12 @@ FK_HOST_DEVICE Four left_of(const Four& entries, const uint8_t* piece) {
   std::memcpy(&pieces, piece, sizeof(pieces));
   return __builtin_convertvector(pieces, simd_t<int64_t, 4>) == 0 ? entries : Four{};
 }
-// Calls work(i) for each of n entries, in whole groups, that is not on piece 0.
-template <int64_t group_size, typename Work>
+// Calls work(i) for each of n entries, in whole groups of eight, that is not on piece 0.
+template <typename Work>
 FK_HOST_DEVICE void for_each_inner(const uint8_t* piece, int64_t n, Work work) {
-  for (int64_t group = 0; group < n; group += group_size) {
-    uint64_t pieces = 0;
-    std::memcpy(&pieces, piece + group, group_size);
+  for (int64_t group = 0; group < n; group += 8) {
+    uint64_t pieces;
+    std::memcpy(&pieces, piece + group, sizeof(pieces));
     // The addition sets the highest bit of every byte from 1 to 128. A branch per entry would be mispredicted.
     for (uint64_t rest = (pieces + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080; rest != 0; rest &= rest - 1) {
       work(group + (std::countr_zero(rest) >> 3));
@@ -68,16 +68,22 @@ struct LineMoments {
   }
 };
 
-// Of the rows from r on in the column layout.
+// Of the rows from r on in the column layout. Entries right of piece 0 are listed: a branch for each is mispredicted.
 FK_HOST_DEVICE void moments_of_rows(const SplineTile& t, int64_t r, RowMoments (&rows)[4]) {
   LineMoments line;
+  uint16_t inner[4 * kSplineFewClasses];
+  int64_t n = 0;
   for (int64_t c = 0; c < t.classes; ++c) {
     const int64_t first = c * kSplineTileRows + r;
     line.add(t, first);
-    for_each_inner<4>(t.piece + first, 4, [&](int64_t lane) {
-      const int64_t i = first + lane;
-      add_entry(rows[lane], t.piece[i], t.u[i], t.x[i], t.f[i]);
-    });
+    for (int64_t i = first; i < first + 4; ++i) {
+      inner[n] = static_cast<uint16_t>(i);
+      n += t.piece[i] != 0 ? 1 : 0;
+    }
+  }
+  for (int64_t k = 0; k < n; ++k) {
+    const int64_t i = inner[k];
+    add_entry(rows[i % 4], t.piece[i], t.u[i], t.x[i], t.f[i]);
   }
   for (int64_t lane = 0; lane < 4; ++lane) {
     RowMoments& row = rows[lane];
@@ -97,7 +103,7 @@ FK_HOST_DEVICE void moments_of_row(const SplineTile& t, int64_t r, RowMoments& r
   add_to(row.of_piece[0], Four{total_of(line.p0), total_of(line.p1), total_of(line.p2), 0.0});
   add_to(row.of_piece[0] + 8, Four{total_of(line.x0), total_of(line.x1), 0.0, 0.0});
   row.seen |= 1;
-  for_each_inner<8>(t.piece + first, t.inner, [&](int64_t c) {
+  for_each_inner(t.piece + first, t.inner, [&](int64_t c) {
     const int64_t i = first + c;
     add_entry(row, t.piece[i], t.u[i], t.x[i], t.f[i]);
   });
@@ -198,8 +204,7 @@ FK_VECTOR_CLONES void residuals_of_tile(const SplineTile& t, const SplineTargets
   }
 }
 
-// Adds four copies of the moments. Consecutive entries often lie on one piece, and an addition to memory waits for the
-// previous one to the same address.
+// Adds four copies: consecutive entries often lie on one piece, and an addition to memory waits for the one before.
 FK_HOST_DEVICE void add_copies(const double (&copies)[4][kSize][4], double (&moments)[kSize][4]) {
   for (int64_t i = 0; i < kSize; ++i) {
     for (const auto& copy : copies) add_to(moments[i], load_simd<Four>(copy[i]));
@@ -233,22 +238,30 @@ FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sum
   for (int64_t o = 0; o < t.outer; ++o) {
     const double *r = t.f + o * t.inner, *s = t.u + o * t.inner, *x = t.x + o * t.inner;
     const uint8_t* piece = t.piece + o * t.inner;
+    const auto add_entry = [&](int64_t i) __attribute__((always_inline)) {
+      add_to(moments[i & 3][piece[i]], r[i] * powers_of(s[i]));
+    };
     Four r0{}, r1{}, all{}, of_x{};
     for (int64_t i = 0; i < t.inner; i += 4) {
-      const Four of_r = load_simd<Four>(r + i), left = left_of(of_r, piece + i);
-      r0 += left;
-      r1 += left * load_simd<Four>(s + i);
-      all += of_r;
+      const Four of_r = load_simd<Four>(r + i);
       of_x += of_r * load_simd<Four>(x + i);
+      if (t.column) {
+        all += of_r;
+      } else {
+        const Four left = left_of(of_r, piece + i);
+        r0 += left;
+        r1 += left * load_simd<Four>(s + i);
+      }
     }
-    for_each_inner<8>(piece, t.inner, [&](int64_t i) { add_to(moments[i & 3][piece[i]], r[i] * powers_of(s[i])); });
     sums.x += total_of(of_x);
-    sums.moments[0][0] += total_of(r0);
-    sums.moments[0][1] += total_of(r1);
     if (t.column) {
+      for (int64_t i = 0; i < t.n_rows; ++i) add_entry(i);  // too few are on piece 0 for a branch
       bias[o] += total_of(all);
       of_matrix ? add_products(t, o, weight + o * t.classes) : void(weight[o] += total_of(of_x));
     } else {
+      for_each_inner(piece, t.inner, add_entry);
+      sums.moments[0][0] += total_of(r0);
+      sums.moments[0][1] += total_of(r1);
 #pragma omp simd
       for (int64_t i = 0; i < t.classes; ++i) {
         bias[i] += r[i];
