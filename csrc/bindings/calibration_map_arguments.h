@@ -185,7 +185,8 @@ Gradients launch_backward(const Tensor& grad, const Tensor& input, const Tensor&
                           const Options& options, std::array<bool, 3> needed, Launch launch) {
   const Parameter gamma_parameter = prepare_parameter(gamma, input, options.kind);
   const Parameter temperature_parameter = prepare_parameter(temperature, input, options.kind);
-  const auto rows = C10_AS_INTARRAYREF_SLOW(leading_shape(input, options.kind));
+  const auto shape = leading_shape(input, options.kind);
+  const auto rows = C10_AS_INTARRAYREF_SLOW(shape);
   Gradients grads;
   if (needed[0]) grads.input = empty_result_like(input, input.scalar_type());
   if (needed[1]) grads.gamma = at::empty(rows, input.options().dtype(at::kDouble));
