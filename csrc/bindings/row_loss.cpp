@@ -292,8 +292,8 @@ std::optional<std::tuple<Tensor, Tensor, RowStatistics>> row_loss_with_statistic
   const Tensor gamma = set_gamma(number_or_tensor, options);
   const pybind11::gil_scoped_release release;
   const Inputs inputs{input, target, gamma, edges, weight};
-  const bool rows_follow = input.is_cpu() && (input.dim() == 1 || input.dim() == 2) && input.is_contiguous();
-  if (!rows_follow || is_soft_target(target) || needs_composite({&input, &target, &gamma}) ||
+  const bool rows_follow = (input.dim() == 1 || input.dim() == 2) && input.is_contiguous();
+  if (!(input.is_cuda() || rows_follow) || is_soft_target(target) || needs_composite({&input, &target, &gamma}) ||
       !is_direct(inputs, /*grad=*/{})) {
     return std::nullopt;
   }
@@ -301,6 +301,9 @@ std::optional<std::tuple<Tensor, Tensor, RowStatistics>> row_loss_with_statistic
   const RowStatistics statistics = empty_row_statistics(input, target.numel());
   auto [loss, saved] = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) return forward_with<Cuda>(inputs, options, &statistics);
+#endif
     return forward_with<Cpu>(inputs, options, &statistics);
   }();
   record(loss, saved, inputs, options);

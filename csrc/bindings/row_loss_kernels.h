@@ -30,6 +30,11 @@ Tensor empty_saved(const Tensor& input, const Options& options) {
                           input.options().dtype(compute_dtype(input.scalar_type())));
 }
 
+template <typename Real>
+RowStatisticsResult<Real> result_of(const RowStatistics& statistics) {
+  return std::apply([](const auto&... tensors) { return row_statistics_result<Real>(tensors...); }, statistics);
+}
+
 // Each device class reads labels if that needs no synchronisation, allocates scratch memory, and launches the kernels.
 struct Cpu {
   struct Guard {
@@ -43,9 +48,7 @@ struct Cpu {
                       const Tensor& loss, const RowStatistics* statistics = nullptr) {
     using Real = compute_t<Scalar>;
     std::optional<RowStatisticsResult<Real>> of_rows;
-    if (statistics) {
-      of_rows = std::apply([](const auto&... tensors) { return row_statistics_result<Real>(tensors...); }, *statistics);
-    }
+    if (statistics) of_rows = result_of<Real>(*statistics);
     const int64_t chunk_rows = cpu::row_loss_chunk_rows(args.rows, args.classes);
     const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
     std::vector<RowLossSums> chunks(n_chunks);
@@ -108,7 +111,7 @@ struct Cuda {
 
   template <typename Scalar>
   static void forward(RowLossForward<Scalar>& args, const Prepared<Scalar>& prepared, const Options& options,
-                      const Tensor& loss) {
+                      const Tensor& loss, const RowStatistics* statistics = nullptr) {
     using Real = compute_t<Scalar>;
     const bool mean = options.reduction == kMean;
     Real* reduced = options.reduction == kNone ? nullptr : static_cast<Real*>(loss.mutable_data_ptr());
@@ -119,7 +122,11 @@ struct Cuda {
     Real* divisor = args.saved + saved_numbers(options) * args.rows;
     void* stream = c10::cuda::getCurrentCUDAStream().stream();
     dispatch_loss(options.kind, [&](auto formula) {
-      const int error = cuda::row_loss_forward<decltype(formula)>(args, mean, reduced, divisor, scratch, stream);
+      using Loss = decltype(formula);
+      const int error =
+          statistics ? cuda::row_loss_with_statistics<Loss>(args, result_of<Real>(*statistics), mean,
+                                                            reduced, divisor, scratch, stream)
+                     : cuda::row_loss_forward<Loss>(args, mean, reduced, divisor, scratch, stream);
       C10_CUDA_CHECK(static_cast<cudaError_t>(error));
     });
   }

@@ -16,7 +16,6 @@ namespace {
 Tensor checked_input(const char* op, const Tensor& input) {
   check_floating(op, "input", input);
   check_device(op, input);
-  TORCH_CHECK_VALUE(input.is_cpu(), op, ": input must be on the CPU, got ", input.device());
   TORCH_CHECK_VALUE(input.dim() == 2 && input.size(1) >= 1, op, ": input must be [N, C] with C >= 1, got ",
                     input.sizes());
   return input.contiguous();
@@ -24,6 +23,7 @@ Tensor checked_input(const char* op, const Tensor& input) {
 
 // Largest logit, `rest` and `fall` [3, N] in float64, and the class of the largest logit [N].
 std::tuple<Tensor, Tensor> checked_row_sums(const Tensor& given) {
+  TORCH_CHECK_VALUE(given.is_cpu(), "row_sums: input must be on the CPU, got ", given.device());
   const Tensor input = checked_input("row_sums", given);
   const Tensor sums = at::empty({3, input.size(0)}, input.options().dtype(at::kDouble));
   const Tensor index = at::empty({input.size(0)}, input.options().dtype(at::kLong));
@@ -37,10 +37,10 @@ RowStatistics checked_row_statistics(const Tensor& given, const Tensor& given_ta
   const Tensor target = given_target.contiguous();
   const int64_t n = input.size(0);
   const auto type = target.scalar_type();
-  TORCH_CHECK_VALUE(target.is_cpu() && (type == at::kLong || type == at::kInt || type == at::kByte) &&
+  check_same_device(op, "target", target, input);
+  TORCH_CHECK_VALUE((type == at::kLong || type == at::kInt || type == at::kByte) &&
                         target.sizes() == at::IntArrayRef({n}),
-                    op, ": target must be int64, int32 or uint8 labels [N] = [", n, "] on the CPU, got ", type, " ",
-                    target.sizes());
+                    op, ": target must be int64, int32 or uint8 labels [N] = [", n, "], got ", type, " ", target.sizes());
   const RowStatistics found = empty_row_statistics(input, n);
   std::apply([&](const auto&... results) { row_statistics<Interface>(input, target, ignore_index, results...); },
              found);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kernels/row_loss_statistics.h"
 #include "kernels/row_sums.h"
 
 namespace focalkern::bindings {
@@ -51,9 +52,23 @@ void row_statistics(const typename Torch::Tensor& input, const typename Torch::T
                     const typename Torch::Tensor& correct, const typename Torch::Tensor& counts) {
   const Labels labels = Torch::labels(target);
   Torch::dispatch(input, [&](auto scalar) {
-    using Real = compute_t<decltype(scalar)>;
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
     const auto result = row_statistics_result<Real>(log_p, entropy, lse, predicted, correct, counts);
-    over_rows<Torch, decltype(scalar)>(input, [&](const auto& rows, int64_t begin, int64_t end) {
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) {
+      const typename Torch::CudaScope scope(input);
+      RowLossArgs<Scalar> args{};
+      args.rows = input.size(0);
+      args.classes = input.size(1);
+      args.logits = static_cast<const Scalar*>(input.const_data_ptr());
+      args.layout = {std::max<int64_t>(1, args.rows), 0, args.classes, 1};
+      args.labels = labels;
+      args.ignore_index = ignore_index;
+      return Torch::CudaScope::check("row_statistics", cuda::row_statistics(args, result, scope.stream()));
+    }
+#endif
+    over_rows<Torch, Scalar>(input, [&](const auto& rows, int64_t begin, int64_t end) {
       cpu::row_statistics(rows, labels, ignore_index, result, begin, end);
     });
   });

@@ -196,27 +196,38 @@ __device__ __forceinline__ Real coarse_base(Real max) {
   return exp_base(floor(max));
 }
 
+// The second of two sums over the classes of a row.
+enum class SecondSum {
+  kNone,
+  kSquares,  // of e^(2 (z - max))
+  kFall,     // of (max - z) e^(z - max)
+};
+
 // The largest logit of a row, and the sums over all other classes. If several classes are the largest, only one is
 // excluded.
 template <typename Real>
-struct RowSums {
+struct SumsBesideLargest {
   Real max;
-  Real rest;     // sum of e^(z - max)
-  Real squares;  // sum of squares; computed only with kSquares, as is the next
-  int largest;   // the first of the largest classes
+  Real rest;    // sum of e^(z - max)
+  Real second;  // 0 without a second sum
+  int largest;  // the first of the largest classes; only with a second sum
 };
 
 // The largest number of classes per thread that are added without compensation. Their rounding errors stay below 1e-6
 // of the sum even if all have the same sign.
 constexpr int kFewClasses = 64;
 
-// The sum of e^(z - coarse_base(max)) over the classes of a thread, without the first of its largest. With kSquares,
-// also the sum of squares and the index of the largest class.
-template <typename Real, bool kSquares = false, typename Total = CompensatedSum<Real>>
+// The sum of e^(z - base) over the classes of a thread, without the first of its largest, for base = coarse_base(max).
+// With a second sum, also that sum, relative to the base, and the index of the largest class.
+template <typename Real, SecondSum kSecond = SecondSum::kNone, typename Total = CompensatedSum<Real>>
 struct SumBesideLargest {
+  static constexpr bool kSquares = kSecond == SecondSum::kSquares;
+  static constexpr bool kFall = kSecond == SecondSum::kFall;
+  static constexpr Real kFar = Real(1e4);  // e^-kFar is 0; a factor of e^-infinity must not be infinite
+
   Real max = -kInfinity<Real>;
   Total rest;
-  Total squares;
+  Total second;
   int largest = kNoClass;
 
   // Reads all classes of the thread and updates the maximum and the sums over the others.
@@ -242,12 +253,12 @@ struct SumBesideLargest {
     set_aside(values, first, 1, others);
     set_aside(more, next, 1, more_others);
     const Sums one = sums_of(others), two = sums_of(more_others);
-    add_sums(before, {one.rest + two.rest, one.squares + two.squares});
+    add_sums(before, {one.rest + two.rest, one.second + two.second});
   }
 
   struct Sums {
     Real rest;
-    Real squares;
+    Real second;
   };
 
   // Updates the thread's maximum with these values. `others` gets the values to add: where a value exceeds the maximum,
@@ -260,40 +271,52 @@ struct SumBesideLargest {
       const bool is_above = values[k] > max;
       others[k] = is_above ? max : values[k];
       max = is_above ? values[k] : max;
-      if constexpr (kSquares) largest = is_above ? first + k * step : largest;
+      if constexpr (kSecond != SecondSum::kNone) largest = is_above ? first + k * step : largest;
     }
   }
   template <int count>
   __device__ __forceinline__ Sums sums_of(const Real (&others)[count]) const {
     const Real base = coarse_base(max);
-    const Real e = summand(others[0] - base);
-    Sums sums = {e, e * e};
+    Sums sums = terms(others[0] - base);
 #pragma unroll
     for (int k = 1; k < count; ++k) {
-      const Real e = summand(others[k] - base);
-      sums.rest += e;
-      if constexpr (kSquares) sums.squares += e * e;
+      const Sums more = terms(others[k] - base);
+      sums.rest += more.rest;
+      if constexpr (kSecond != SecondSum::kNone) sums.second += more.second;
     }
     return sums;
+  }
+  // x: logit of a class minus the base
+  static __device__ __forceinline__ Sums terms(Real x) {
+    const Real e = summand(x);
+    return {e, kFall ? e * fmin(-x, kFar) : e * e};
   }
   // before: the maximum to which the previous sums are relative
   __device__ __forceinline__ void add_sums(Real before, const Sums& sums) {
     const Real shrink = summand(floor(before) - coarse_base(max));
+    if constexpr (kSquares) second.add(shrink * shrink, sums.second);
+    if constexpr (kFall) {
+      second.add(shrink, sums.second + shrink * (coarse_base(max) - coarse_base(before)) * rest.sum);
+    }
     rest.add(shrink, sums.rest);
-    if constexpr (kSquares) squares.add(shrink * shrink, sums.squares);
   }
 
   // The sums of the row, in units of e^(z - max).
-  __device__ __forceinline__ RowSums<Real> of(const RowGroup& group) const {
-    RowSums<Real> row = {group.max(max), Real(0), Real(0), kNoClass};
+  __device__ __forceinline__ SumsBesideLargest<Real> of(const RowGroup& group) const {
+    SumsBesideLargest<Real> row = {group.max(max), Real(0), Real(0), kNoClass};
     const Real base = exp_base(row.max);
     const Real shrink = exponential(floor(max) - base);
     const Real own = exponential(max - base);  // the thread's largest class
-    if constexpr (kSquares) {
+    if constexpr (kSecond != SecondSum::kNone) {
       row.largest = group.min(max == row.max ? largest : kNoClass);
       const Real left_out = largest == row.largest ? Real(0) : own;
       row.rest = group.sum(rest.sum * shrink + left_out);
-      row.squares = group.sum(squares.sum * (shrink * shrink) + left_out * left_out);
+      if constexpr (kSquares) {
+        row.second = group.sum(second.sum * (shrink * shrink) + left_out * left_out);
+      } else {
+        const Real fall = second.sum + fmin(base - floor(max), kFar) * rest.sum;
+        row.second = group.sum(fall * shrink + left_out * fmin(base - max, kFar));
+      }
     } else {
       const bool has_largest = max == row.max;
       row.rest = group.sum(rest.sum * shrink + (has_largest ? Real(0) : own));
@@ -322,13 +345,13 @@ RowGeometry plan_groups(const RowLossArgs<Scalar>& args, const RowLayout& grad_l
   return geometry;
 }
 
-template <typename Scalar>
-int launch_forward(void (*kernel)(RowLossForward<Scalar>, RowGeometry, GridSum<compute_t<Scalar>>),
-                   const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
-                   void* stream) {
+template <typename Scalar, typename... More>
+int launch_forward(void (*kernel)(RowLossForward<Scalar>, RowGeometry, GridSum<compute_t<Scalar>>, More...),
+                   const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace, void* stream,
+                   const More&... more) {
   const RowGeometry geometry = plan_groups(args, args.layout);
   const cudaError_t error = prepare_grid_sum(totals, geometry.grid, workspace, stream);
-  return error != cudaSuccess ? error : launch(kernel, geometry.grid, kBlock, stream, args, geometry, totals);
+  return error != cudaSuccess ? error : launch(kernel, geometry.grid, kBlock, stream, args, geometry, totals, more...);
 }
 
 template <typename Scalar>

@@ -39,20 +39,21 @@ template <typename Loss, typename Scalar>
 __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<Scalar>& row, const RowGroup& group) {
   using Real = compute_t<Scalar>;
   if constexpr (Loss::kSumExcludesTop) {
-    RowSums<Real> sums;
+    constexpr SecondSum kSecond = Loss::kSquares ? SecondSum::kSquares : SecondSum::kNone;
+    SumsBesideLargest<Real> sums;
     if (row.classes <= kFewClasses * row.lanes) {
-      SumBesideLargest<Real, Loss::kSquares, PlainSum<Real>> mine;
+      SumBesideLargest<Real, kSecond, PlainSum<Real>> mine;
       mine.read(row);
       sums = mine.of(group);
     } else {
-      SumBesideLargest<Real, Loss::kSquares> mine;
+      SumBesideLargest<Real, kSecond> mine;
       mine.read(row);
       sums = mine.of(group);
     }
     // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const int largest = sums.largest == kNoClass ? 0 : sums.largest;
-    return {sums.max, log_s, sums.squares * exponential(Real(-2) * log_s), largest};
+    return {sums.max, log_s, sums.second * exponential(Real(-2) * log_s), largest};
   } else {
     const Real z_target = row.is_live ? row.z(row.label) : Real(0);
     LongExpSum<Real> rest;

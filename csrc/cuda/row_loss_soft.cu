@@ -40,7 +40,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     const auto row = row_of<Scalar>(args, geometry, t);
     SumBesideLargest<Real> mine;
     mine.read(row);
-    const RowSums<Real> sums = mine.of(group);
+    const SumsBesideLargest<Real> sums = mine.of(group);
     // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, false, false);

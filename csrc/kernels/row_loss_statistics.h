@@ -1,4 +1,4 @@
-// A loss of rows and the statistics of the rows from one read of the logits, on the CPU.
+// A loss of rows and the statistics of the rows from one read of the logits.
 #pragma once
 
 #include "kernels/row_loss.h"
@@ -20,4 +20,20 @@ RowLossSums row_loss_with_statistics(const RowLossForward<Scalar>& args,
                                      int64_t row_end);
 
 }  // namespace cpu
+
+namespace cuda {
+
+// As row_loss_forward. Other losses than those with kHasStatistics, and targets other than labels without smoothing,
+// take a second read of the logits.
+template <typename Loss, typename Scalar>
+int row_loss_with_statistics(const RowLossForward<Scalar>& args,
+                             const RowStatisticsResult<compute_t<Scalar>>& statistics, bool mean,
+                             compute_t<Scalar>* loss, compute_t<Scalar>* divisor, void* workspace, void* stream);
+
+// The statistics alone, of the rows and labels of `args`.
+template <typename Scalar>
+int row_statistics(const RowLossArgs<Scalar>& args, const RowStatisticsResult<compute_t<Scalar>>& statistics,
+                   void* stream);
+
+}  // namespace cuda
 }  // namespace focalkern

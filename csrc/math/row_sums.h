@@ -38,12 +38,14 @@ inline RowSums merged(const RowSums& before, const RowSums& after) {
   return larger;
 }
 
+template <typename Real>
 struct RowEntropy {
-  double log_sum;  // log-sum-exp - m
-  double entropy;
+  Real log_sum;  // log-sum-exp - m
+  Real entropy;
 };
-FK_HOST_DEVICE RowEntropy row_entropy(double rest, double fall) {
-  const double log_sum = log_one_plus(rest);
+template <typename Real>
+FK_HOST_DEVICE RowEntropy<Real> row_entropy(Real rest, Real fall) {
+  const Real log_sum = log_one_plus(rest);
   return {log_sum, log_sum + fall / (1 + rest)};
 }
 

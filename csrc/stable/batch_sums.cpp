@@ -1,4 +1,4 @@
-// Sums over batches, on the CPU: from checked tensors to the kernels of csrc/cpu.
+// Sums over batches: from checked tensors to the kernels of csrc/cpu, and of csrc/cuda for row_statistics_out.
 //
 //   map_nll_sums_out  fills [B, 7]: the NLL of the focal calibration map of each network, with its derivatives
 //   mmce_add_out      adds the calibration error of a batch to its cross-entropy, and fills a coefficient per row
@@ -33,6 +33,10 @@ FK_KERNELS_IMPL(CPU, m) {
   m.impl("row_sums_out", TORCH_BOX(&bindings::row_sums<Interface>));
   m.impl("row_statistics_out", TORCH_BOX(&bindings::row_statistics<Interface>));
 }
+
+#ifdef FOCALKERN_WITH_CUDA
+FK_KERNELS_IMPL(CUDA, m) { m.impl("row_statistics_out", TORCH_BOX(&bindings::row_statistics<Interface>)); }
+#endif
 
 }  // namespace
 }  // namespace focalkern::stable

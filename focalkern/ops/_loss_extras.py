@@ -1,6 +1,6 @@
 """focal_loss with z_loss or return_stats on one process.
 
-On the CPU the forward pass of labels, whose rows follow each other, gives the statistics too.
+The forward pass of labels gives the statistics too, on the CPU where rows follow each other, on CUDA always.
 Otherwise they come from one more read of the logits (:mod:`focalkern.ops.row_sums`). On the CPU the kernels of the loss
 compute the z-loss, too (:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the
 loss over ranks, with one process as the only rank, and other z-losses are added to the loss of the kernel or of plain
@@ -18,7 +18,6 @@ from focalkern.fallback.focal_loss import check_arguments, check_range
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for
 from focalkern.ops._collectives import ALONE
-from focalkern.ops._linear_chunks import is_plain
 from focalkern.ops._loss_stats import LossStats, LossWithStats
 from focalkern.ops._row_loss import check_tensor, check_types, needs_float64, row_loss
 from focalkern.ops._z_loss import adds_z_loss, loss_plus_z_loss, loss_with_z_loss
@@ -90,8 +89,8 @@ def _in_one_read(
     detach_modulation: bool,
 ) -> LossWithStats | None:
     """The loss whose forward pass gives the statistics; None where it cannot, or where an argument is wrong."""
-    is_traced = torch.compiler.is_compiling() or not (is_plain(input) and type(target) in PLAIN_TENSORS)
-    if is_traced or needs_float64(input, target, label_smoothing):
+    are_plain = type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS
+    if torch.compiler.is_compiling() or not are_plain or needs_float64(input, target, label_smoothing):
         return None
     together = getattr(backend_for(input), "row_loss_with_statistics", None)
     if together is None or reduction not in REDUCTIONS:

@@ -1,6 +1,6 @@
 """Sums over the classes of each row: one read of the logits for log-sum-exp, entropy and largest class.
 
-On the CPU kernels compute them, on other devices torch operations.
+On the CPU kernels compute them, on CUDA a kernel computes the statistics. The rest are torch operations.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import has_float64
-from focalkern._types import compute_dtype
+from focalkern._types import PLAIN_TENSORS, compute_dtype
 from focalkern.ops._backend import backend_for, fallback
 from focalkern.ops._linear_chunks import is_plain
 
@@ -28,14 +28,10 @@ def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
 
 def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> Statistics:
     """As :func:`focalkern.fallback.row_statistics`."""
-    if is_plain(input) and not torch.compiler.is_compiling():
+    if type(input) in PLAIN_TENSORS and not torch.compiler.is_compiling():
         return _statistics(input, target, ignore_index)
     found: Statistics = torch.ops.focalkern.row_statistics(input, target, ignore_index)
     return found
-
-
-def _backend(input: Tensor) -> Any:
-    return backend_for(input) if input.is_cpu else fallback
 
 
 def _sums(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,14 +40,16 @@ def _sums(input: Tensor) -> tuple[Tensor, Tensor]:
         sums[0] = -torch.inf
         sums[1:] = 0.0
         return sums, index.zero_()
-    found: tuple[Tensor, Tensor] = _backend(input).row_sums(input)
+    backend: Any = backend_for(input) if input.is_cpu else fallback
+    found: tuple[Tensor, Tensor] = backend.row_sums(input)
     return found
 
 
 def _statistics(
     input: Tensor, target: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    found: Statistics = _backend(input).row_statistics(input, target, ignore_index)
+    backend: Any = backend_for(input) if input.is_cpu or input.is_cuda else fallback
+    found: Statistics = backend.row_statistics(input, target, ignore_index)
     return found
 
 

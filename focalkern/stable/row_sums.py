@@ -11,8 +11,6 @@ __all__ = ["row_statistics", "row_sums"]
 
 def _checked(op: str, input: Tensor) -> Tensor:
     check_floating(op, "input", input)
-    if not input.is_cpu:
-        raise ValueError(f"{op}: input must be on the CPU, got {input.device}")
     if input.dim() != 2 or input.shape[1] < 1:
         raise ValueError(f"{op}: input must be [N, C] with C >= 1, got {list(input.shape)}")
     return input.detach().contiguous()
@@ -20,6 +18,8 @@ def _checked(op: str, input: Tensor) -> Tensor:
 
 def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`focalkern.fallback.row_sums`, on the CPU."""
+    if not input.is_cpu:
+        raise ValueError(f"row_sums: input must be on the CPU, got {input.device}")
     rows = _checked("row_sums", input)
     sums = rows.new_empty(3, len(rows), dtype=torch.float64)
     index = rows.new_empty(len(rows), dtype=torch.int64)
@@ -28,13 +28,13 @@ def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
-    """As :func:`focalkern.fallback.row_statistics`, on the CPU."""
+    """As :func:`focalkern.fallback.row_statistics`, on the CPU and CUDA."""
     rows = _checked("row_statistics", input)
     n, real = len(rows), compute_dtype(rows.dtype)
-    if not target.is_cpu or target.dtype not in LABELS or target.shape != (n,):
+    if target.device != input.device or target.dtype not in LABELS or target.shape != (n,):
         raise ValueError(
-            f"row_statistics: target must be int64, int32 or uint8 labels [N] = [{n}] on the CPU, got "
-            f"{scalar_name(target.dtype)} {list(target.shape)}"
+            f"row_statistics: target must be int64, int32 or uint8 labels [N] = [{n}] on {input.device}, got "
+            f"{scalar_name(target.dtype)} {list(target.shape)} on {target.device}"
         )
     dtypes = (real, real, real, torch.int64, torch.bool, torch.bool)
     results = tuple(rows.new_empty(n, dtype=dtype) for dtype in dtypes)

@@ -194,8 +194,8 @@ def test_label_out_of_range():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(N, C), (3, C, 2, 2), (40, 4097)], ids=str)
-def test_statistics(shape, dtype, smoothing):
-    z, target = (3 * torch.randn(shape)).to(dtype), labels_of((shape[0], *shape[2:]))
+def test_statistics(shape, dtype, smoothing, device):
+    z, target = (3 * torch.randn(shape)).to(device, dtype), labels_of((shape[0], *shape[2:])).to(device)
     target[-1] = z[-1:].argmax(1)  # some row is correct
     plain, options = fk.focal_loss(z, target, label_smoothing=smoothing), {"label_smoothing": smoothing}
     loss, stats = fk.focal_loss(z, target, return_stats=True, **options)
@@ -222,13 +222,14 @@ def test_statistics(shape, dtype, smoothing):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("classes", [255, 256, 257, 400])
-def test_the_predicted_class_of_many(classes, dtype):
+def test_the_predicted_class_of_many(classes, dtype, device):
     """Ties in a group of classes, between groups and in the last group; a row of -inf; a NaN, which has no class."""
     z = torch.randint(3, (300, classes)).to(dtype)
     z[:3] = 0
     z[0, -1], z[1, 130], z[2, 127:129] = 5, 5, 5
     z[3], z[4, 7] = -math.inf, torch.nan
-    predicted = fk.focal_loss(z, torch.zeros(len(z), dtype=torch.long), return_stats=True).stats.predicted
+    z, target = z.to(device), torch.zeros(len(z), dtype=torch.long, device=device)
+    predicted = fk.focal_loss(z, target, return_stats=True).stats.predicted
     assert predicted[:5].tolist() == [classes - 1, 130, 127, 0, -1]
     assert torch.equal(predicted[5:], z[5:].argmax(1))
 

@@ -33,13 +33,16 @@ FOCAL_LOSS_BACKWARD = [
     *FOCAL_LOSS, ("grad_loss", c_void_p), ("grad_stride", c_int64), ("divisor", c_void_p), ("grad_logits", c_void_p),
     ("grad_layout", Layout), ("grad_target", c_void_p), ("grad_gamma", c_void_p),
 ]  # fmt: skip
+ALONE = -1  # for `statistics`
+STATISTICS = [(name, c_void_p) for name in ("log_p", "entropy", "lse", "predicted", "correct", "counts")]
 
 
 def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_index=-100, reduction="mean",
                    label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True, target_gradient=True,
-                   kind=0, epsilon=0.0):  # fmt: skip
+                   kind=0, epsilon=0.0, statistics=None):  # fmt: skip
     """All results of the two kernels, by name. Without `gradients`, the only gradient is that of gamma. Other values of
-    `kind` are the other losses of rows."""
+    `kind` are the other losses of rows. `statistics`: `kind`, if the forward pass gives those of
+    the rows, too, or ALONE, if it gives nothing else."""
     which = (kind,) if kind else ()
     launch_forward = library.row_loss_forward if kind else library.focal_loss_forward
     launch_backward = library.row_loss_backward if kind else library.focal_loss_backward
@@ -72,12 +75,19 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         divisor, loss, row_loss = memory.out(one), memory.out(one), memory.out(row_numbers)
         forward.row_loss = row_loss if reduction == "none" else None
         scratch = library.focal_loss_workspace(c_int64(rows), c_int64(classes), int(reduction != "none"))
+        launched, more = which, ()
+        if statistics is not None:
+            of_rows = Statistics(memory, library, dtype, rows)
+            launch_forward, launched = library.row_loss_with_statistics, (statistics,)
+            more = (ctypes.byref(of_rows.struct),)
         status = launch_forward(
-            *which, DTYPES.index(dtype), ctypes.byref(forward), int(reduction == "mean"),
+            *launched, DTYPES.index(dtype), ctypes.byref(forward), *more, int(reduction == "mean"),
             c_void_p(None if reduction == "none" else loss), c_void_p(divisor),
             c_void_p(memory.scratch(scratch) if scratch else None),
         )  # fmt: skip
         assert status == 0
+        if statistics == ALONE:
+            return of_rows.get()
 
         backward = structure(library, "RowLossBackward", dtype, FOCAL_LOSS_BACKWARD)
         for name, _ in FOCAL_LOSS:
@@ -94,6 +104,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         backward.grad_gamma = memory.out(row_numbers) if with_gamma else None
         assert launch_backward(*which, DTYPES.index(dtype), ctypes.byref(backward)) == 0
         return {
+            **({} if statistics is None else of_rows.get()),
             "saved": memory.get(forward.saved, numbers),
             "loss": memory.get(row_loss, row_numbers) if reduction == "none" else memory.get(loss, one),
             "divisor": memory.get(divisor, one),
@@ -101,6 +112,23 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
             "grad_target": memory.get(backward.grad_target, target.to(real)) if backward.grad_target else None,
             "grad_gamma": memory.get(backward.grad_gamma, row_numbers) if with_gamma else None,
         }
+
+
+class Statistics:
+    """Memory for the statistics of rows."""
+
+    def __init__(self, memory, library, dtype, rows):
+        real = torch.full((rows,), NAN, dtype=real_of(dtype))
+        flags = torch.full((rows,), 255, dtype=torch.uint8)
+        classes = torch.full((rows,), -7, dtype=torch.int64)
+        self.memory = memory
+        self.like = dict(zip(dict(STATISTICS), (real, real, real, classes, flags, flags), strict=True))
+        self.struct = structure(library, "RowStatisticsResult", dtype, STATISTICS)
+        for name, like in self.like.items():
+            setattr(self.struct, name, memory.out(like))
+
+    def get(self):
+        return {name: self.memory.get(getattr(self.struct, name), like) for name, like in self.like.items()}
 
 
 def check_focal_loss(library, logits, target, gamma, *, reduction="mean", **options):

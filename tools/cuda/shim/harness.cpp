@@ -13,6 +13,7 @@
 #include "kernels/calibration_grid.h"
 #include "kernels/calibration_map.h"
 #include "kernels/row_loss.h"
+#include "kernels/row_loss_statistics.h"
 #include "kernels/sigmoid_loss.h"
 #include "kernels/spline.h"
 #include "math/grid_plan.h"
@@ -115,6 +116,7 @@ int64_t size_of(const char* name, int is_double) {
   if (!strcmp(name, #Args)) return Size<Args>::of(is_double)
   FK_SIZE(RowLossForward);
   FK_SIZE(RowLossBackward);
+  FK_SIZE(RowStatisticsResult);
   FK_SIZE(SigmoidLossForward);
   FK_SIZE(SigmoidLossBackward);
   FK_SIZE(CalibrationMapForward);
@@ -181,6 +183,22 @@ int row_loss_backward(int kind, int dtype, const void* args) {
     return with_loss(kind, [&](auto row) {
       return cuda::row_loss_backward<decltype(row)>(*static_cast<const RowLossBackward<decltype(scalar)>*>(args),
                                                     nullptr);
+    });
+  });
+}
+
+// A negative kind: the statistics alone.
+int row_loss_with_statistics(int kind, int dtype, const void* args, const void* statistics, int mean, void* loss,
+                             void* divisor, void* workspace) {
+  return with_scalar(dtype, [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    const auto& forward = *static_cast<const RowLossForward<Scalar>*>(args);
+    const auto& of_rows = *static_cast<const RowStatisticsResult<Real>*>(statistics);
+    if (kind < 0) return cuda::row_statistics<Scalar>(forward, of_rows, nullptr);
+    return with_loss(kind, [&](auto row) {
+      return cuda::row_loss_with_statistics<decltype(row)>(forward, of_rows, mean != 0, static_cast<Real*>(loss),
+                                                           static_cast<Real*>(divisor), workspace, nullptr);
     });
   });
 }
