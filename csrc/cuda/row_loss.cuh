@@ -2,6 +2,8 @@
 // the kernels for class probabilities and label smoothing, which row_loss_soft.cu has for every loss.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
 #include "kernels/row_loss.h"
@@ -125,6 +127,25 @@ bool sizes_are_valid(const RowLossArgs<Scalar>& args) {
          (!args.target_probs || args.target_layout.inner > 0) &&
          static_cast<bool>(args.target_probs) != (args.labels.data != nullptr);
 }
+
+// Whether all classes but the label have the same share, to which their terms are proportional.
+template <typename Loss, typename Scalar>
+bool is_uniform(const RowLossArgs<Scalar>& args) {
+  return Loss::kTarget == SoftTarget::kClasses && !args.target_probs && args.class_weight == nullptr;
+}
+
+// Whether row_loss_smoothed.cu has the loss.
+template <typename Loss, typename Scalar>
+bool is_smoothed_focal(const RowLossArgs<Scalar>& args) {
+  const bool is_whole = args.gamma_value == 0 || args.gamma_value == 1 || args.gamma_value == 2;
+  return std::is_same_v<Loss, FocalFormula> && is_uniform<Loss>(args) && args.gamma == nullptr && is_whole;
+}
+
+template <typename Scalar>
+int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
+                           void* workspace, void* stream);
+template <typename Scalar>
+int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream);
 
 // The launchers for losses where is_soft is true; their arguments are valid.
 template <typename Loss, typename Scalar>

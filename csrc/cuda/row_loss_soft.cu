@@ -123,7 +123,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     if (row.is_live) {
       max = args.saved[row.row];
       log_s = args.saved[args.rows + row.row];
-      log_u = args.saved[2 * args.rows + row.row];
+      // With one share for all classes, row_loss_smoothed.cu may have saved another third number.
+      log_u = kUniform ? logarithm(exponential_minus_one(log_s)) - log_s : args.saved[2 * args.rows + row.row];
       given = upstream(args, row.row);
     }
     const SoftRow<Scalar> numbers(args, row, max, log_s, log_u, args.detach_modulation, with_gamma_slope);
@@ -226,19 +227,14 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
   }
 }
 
-// Whether all classes but the label have the same share, to which their terms are proportional.
-template <typename Loss, typename Scalar>
-bool is_uniform(const RowLossArgs<Scalar>& args) {
-  return Loss::kTarget == SoftTarget::kClasses && !args.target_probs && args.class_weight == nullptr;
-}
-
 }  // namespace
 
 template <typename Loss, typename Scalar>
 int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
                           void* stream) {
   if constexpr (Loss::kTarget == SoftTarget::kClasses) {
-    if (is_uniform<Loss, Scalar>(args)) {
+    if (is_smoothed_focal<Loss>(args)) return smoothed_focal_forward(args, totals, workspace, stream);
+    if (is_uniform<Loss>(args)) {
       return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, true>, args, totals, workspace, stream);
     }
   }
@@ -252,7 +248,8 @@ int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<
 template <typename Loss, typename Scalar>
 int row_loss_soft_backward(const RowLossBackward<Scalar>& args, void* stream) {
   if constexpr (Loss::kTarget == SoftTarget::kClasses) {
-    if (is_uniform<Loss, Scalar>(args)) {
+    if (is_smoothed_focal<Loss>(args) && args.grad_gamma == nullptr) return smoothed_focal_backward(args, stream);
+    if (is_uniform<Loss>(args)) {
       return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar, true>, args, stream);
     }
   }

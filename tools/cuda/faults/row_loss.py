@@ -140,4 +140,78 @@ FAULTS = [
         "    const int row_top = group.min(top);\n    const Real weight",
         "    if (row.row >= args.rows) continue;\n    const int row_top = group.min(top);\n    const Real weight",
     ),
+    Fault(
+        "losses of smoothed rows: only the first rows of a block",
+        "row_loss_smoothed.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+    ),
+    Fault(
+        "gradients of smoothed rows: only the first rows of a block",
+        "row_loss_smoothed.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+        1,
+    ),
+    Fault(
+        "any thread writes the label's gradient of a row of one share",
+        "row_loss_smoothed.cu",
+        "!special.label_is_likely && is_mine(row, row.label)",
+        "!special.label_is_likely && row.index == 0",
+    ),
+    Fault(
+        "the sum of slopes forgets the label",
+        "row_loss_smoothed.cu",
+        "slopes += special.of_label * special.label.terms.slope;",
+        "",
+    ),
+    Fault(
+        "the largest class of a thread has no depth",
+        "smoothed_row.cuh",
+        "terms.depth += share_ * (base - values[k]);",
+        "terms.depth += share_ * (base - others[k]);",
+    ),
+    Fault(
+        "sums of e x keep an older maximum", "smoothed_row.cuh", "terms.fall + shrink * rise * rest_.sum", "terms.fall"
+    ),
+    Fault(
+        "sums of e^2 x keep an older maximum",
+        "smoothed_row.cuh",
+        "terms.fall2 + shrink2 * rise * squares_.sum",
+        "terms.fall2",
+    ),
+    Fault("squares shrink as sums do", "smoothed_row.cuh", "squares_.add(shrink2, terms", "squares_.add(shrink, terms"),
+    Fault(
+        "the threads' largest classes are left out of e x",
+        "smoothed_row.cuh",
+        "rise * rest_.sum) * shrink + own * x);",
+        "rise * rest_.sum) * shrink);",
+    ),
+    Fault(
+        "statistics: only the first rows of a block",
+        "row_statistics.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+    ),
+    Fault(
+        "a wrong label counts as ignored",
+        "row_statistics.cu",
+        "row.label != kIgnored;  // rows",
+        "row.label >= 0;  // rows",
+    ),
+    Fault(
+        "the last thread's NaN alone counts",
+        "row_statistics.cu",
+        "return group.min(first) != kNoClass;",
+        "return first != kNoClass;",
+    ),
+    Fault(
+        "the entropy keeps an older maximum", "row_groups.cuh", "sums.second + shrink * (", "sums.second + Real(0) * ("
+    ),
+    Fault(
+        "the last of equal classes is the largest",
+        "row_groups.cuh",
+        "row.largest = group.min(max == row.max ? largest : kNoClass);",
+        "row.largest = -group.min(max == row.max ? -largest : kNoClass);",
+    ),
 ]

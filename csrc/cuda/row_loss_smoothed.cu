@@ -1,0 +1,188 @@
+// The focal loss with label smoothing for gamma = 0, 1 or 2 and without class weights, in any of the layouts that
+// RowLayout describes: one read of the logits forward (smoothed_row.cuh), one backward.
+//
+// A row saves its largest logit, log S, and the sum of the slopes of all classes but the likely one, each times its
+// share. The likely class is the one, if any, with more than about half of the probability (row_loss_soft.cu).
+
+#include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
+#include "cuda/row_groups.cuh"
+#include "cuda/row_loss.cuh"
+#include "cuda/smoothed_row.cuh"
+#include "cuda/soft_row.cuh"
+#include "kernels/row_loss.h"
+#include "math/focal.h"
+
+namespace focalkern::cuda {
+namespace {
+
+template <typename Scalar>
+constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : 4;
+
+// The classes of a row with their own formulas: the label and the largest one.
+template <typename Scalar, int kGamma>
+struct SmoothedRow {
+  using Real = compute_t<Scalar>;
+  SoftRow<Scalar> numbers;
+  WholeGamma<Real, kGamma> gamma;
+  Real share;     // of every class
+  Real of_label;  // what the label has in addition
+  bool has_likely;
+  bool label_is_likely;
+  UnlikelyClass<Real> label;  // for a share of 1, if it is not likely
+  ClassTerms<Real> likely;    // for its share, if there is one
+
+  __device__ __forceinline__ SmoothedRow(const RowLossArgs<Scalar>& args, const Row<Scalar>& row, Real max, Real log_s,
+                                         Real log_rest, bool detached)
+      : numbers(args, row, max, log_s, log_rest - log_s, detached, false),
+        gamma(detached),
+        share(uniform_share<true>(args)),
+        of_label(label_share(args)),
+        likely{} {
+    const Real z_label = row.z(row.label);
+    has_likely = numbers.likely == max;
+    label_is_likely = z_label == numbers.likely;
+    label = of(z_label);
+    if (has_likely) likely = likely_terms<FocalFormula>(args, row, numbers, share + (label_is_likely ? of_label : 0));
+  }
+
+  __device__ __forceinline__ UnlikelyClass<Real> of(Real z) const {
+    return unlikely_class<FocalFormula>(numbers, z, [&](Real) { return gamma; }, Real(1));
+  }
+};
+
+template <typename Scalar, int kGamma>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_forward_kernel(
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row = row_of<Scalar>(args, geometry, t);
+    const Real share = uniform_share<true>(args);
+    const SmoothedSums<Real> sums = smoothed_sums<kGamma>(row, group, share);
+    if (row.row >= args.rows || row.index != 0) continue;
+    Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+    Real max = 0, log_s = 0, slopes = 0;
+    if (row.is_live) {
+      max = sums.max;
+      // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
+      log_s = log_one_plus(sums.rest) + (max - max);
+      const bool detached = args.detach_modulation;
+      const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, logarithm(sums.rest), detached);
+      const Real count = static_cast<Real>(row.classes - 1);
+      const SmoothedTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, detached);
+      loss = others.loss;
+      slopes = others.slope;
+      if (special.has_likely) {
+        loss += special.likely.loss;
+      } else {
+        const ClassTerms<Real> largest = special.of(max).terms;
+        loss += share * largest.loss;
+        slopes += share * largest.slope;
+      }
+      if (!special.label_is_likely && special.of_label != Real(0)) {
+        loss += special.of_label * special.label.terms.loss;
+        slopes += special.of_label * special.label.terms.slope;
+      }
+      weight_sum += 1;
+    }
+    args.saved[row.row] = max;
+    args.saved[args.rows + row.row] = log_s;
+    args.saved[2 * args.rows + row.row] = slopes;
+    if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
+    loss_sum += static_cast<double>(loss);
+  }
+  sum_over_grid(totals, loss_sum, weight_sum);
+}
+
+template <typename Scalar, int kGamma>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_backward_kernel(
+    const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
+  using Real = compute_t<Scalar>;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row = row_of<Scalar>(args, geometry, t);
+    if (row.row >= args.rows || args.grad_logits == nullptr) continue;
+    Scalar* grad = args.grad_logits + geometry.grad_logits(row.row);
+    const int64_t stride = args.grad_layout.class_stride;
+    // A row that does not count has a zero gradient, even where its logits are infinite or NaN.
+    const Real given = row.is_live ? upstream(args, row.row) : Real(0);
+    if (given == Real(0)) {
+      const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+      for (int64_t j = row.index; j < row.classes; j += row.lanes) {
+        grad[j * stride] = Store<Scalar>::from_compute(missing);
+      }
+      continue;
+    }
+    const Real max = args.saved[row.row], log_s = args.saved[args.rows + row.row];
+    const Real others = args.saved[2 * args.rows + row.row];
+    const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, logarithm(exponential_minus_one(log_s)),
+                                              args.detach_modulation);
+    // dL/dz_j = p_j (sum a) - a_j
+    const Real of_p = given * (others + special.likely.slope);
+    const Real of_slope = given * special.share;
+    const RowWriter<Scalar> writer(row, grad, stride);
+    int likely = kNoClass;
+    each_class(row, [&](const auto& values, int first, int step) {
+      constexpr int count = kCount<decltype(values)>;
+      Scalar result[count];
+#pragma unroll
+      for (int k = 0; k < count; ++k) {
+        const UnlikelyClass<Real> of_class = special.of(values[k]);
+        if (values[k] == special.numbers.likely) likely = first + k * step;
+        result[k] = Store<Scalar>::from_compute(of_class.p * of_p - of_slope * of_class.terms.slope);
+      }
+      writer.write(result, first, step);
+    });
+    // Overwrites values that the same thread wrote.
+    if (!special.label_is_likely && is_mine(row, row.label)) {
+      const Real slope = (special.of_label + special.share) * special.label.terms.slope;
+      grad[row.label * stride] = Store<Scalar>::from_compute(special.label.p * of_p - given * slope);
+    }
+    if (likely != kNoClass) {
+      // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
+      const Real value =
+          given * (exponential(-log_s) * others - exponential(special.numbers.log_u) * special.likely.slope);
+      grad[likely * stride] = Store<Scalar>::from_compute(value);
+    }
+  }
+}
+
+// Calls launch with gamma, which is 0, 1 or 2, as a constant.
+template <typename Real, typename Launch>
+int with_constant_gamma(Real gamma, Launch launch) {
+  if (gamma == 0) return launch(std::integral_constant<int, 0>());
+  if (gamma == 1) return launch(std::integral_constant<int, 1>());
+  return launch(std::integral_constant<int, 2>());
+}
+
+}  // namespace
+
+template <typename Scalar>
+int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
+                           void* workspace, void* stream) {
+  return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    return launch_forward(smoothed_focal_forward_kernel<Scalar, gamma()>, args, totals, workspace, stream);
+  });
+}
+
+template <typename Scalar>
+int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
+  return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    return launch_backward(smoothed_focal_backward_kernel<Scalar, gamma()>, args, stream);
+  });
+}
+
+#define FK_INSTANTIATE(Scalar)                                                                                         \
+  template int smoothed_focal_forward(const RowLossForward<Scalar>&, const GridSum<compute_t<Scalar>>&, void*, void*); \
+  template int smoothed_focal_backward(const RowLossBackward<Scalar>&, void*);
+FK_INSTANTIATE(Half)
+FK_INSTANTIATE(BFloat16)
+FK_INSTANTIATE(float)
+FK_INSTANTIATE(double)
+#undef FK_INSTANTIATE
+
+}  // namespace focalkern::cuda

@@ -1,0 +1,179 @@
+// The focal loss of a row with label smoothing, if all classes but the label have one share s and gamma is 0, 1 or 2,
+// from one read of the logits. With l = -log p, the loss of a class is a polynomial in p times l, and so is its slope
+// -p dL/dp, whose sum over the classes the backward pass needs:
+//
+//   gamma   loss              slope
+//   0       l                 1
+//   1       (1 - p) l         1 - p + p l
+//   2       (1 - p)^2 l       (1 - p)^2 + 2 p (1 - p) l
+//
+// A detached factor leaves the first term of the slope. In e = e^(z - m) and x = m - z, with p = e / S and l = x + log
+// S, five sums suffice: of e, e^2, x, e x, e^2 x. The largest class is apart, because 1 - p may cancel there.
+#pragma once
+
+#include "cuda/common.cuh"
+#include "cuda/row_groups.cuh"
+
+namespace focalkern::cuda {
+
+// The sums over all classes of a row but one of the largest.
+template <typename Real>
+struct SmoothedSums {
+  Real max;
+  Real rest;     // of e
+  Real squares;  // of e^2
+  Real depth;    // of s x
+  Real fall;     // of e x
+  Real fall2;    // of e^2 x
+};
+
+// The sums of a thread, in which max is coarse_base of its largest logit. `kGamma` says which are needed.
+template <int kGamma, typename Real, typename Total>
+class SmoothedSumOfThread {
+ public:
+  __device__ __forceinline__ explicit SmoothedSumOfThread(Real share) : share_(share) {}
+
+  template <typename Scalar>
+  __device__ __forceinline__ void read(const Row<Scalar>& row) {
+    each_class(
+        row, [&](const auto& values, int, int) { add(values); },
+        [&](const auto& values, int, const auto& more, int) { add_two(values, more); });
+  }
+
+  __device__ __forceinline__ SmoothedSums<Real> of(const RowGroup& group) const {
+    SmoothedSums<Real> row = {};
+    row.max = group.max(max_);
+    const Real base = exp_base(row.max);
+    const Real rise = fmin(base - floor(max_), kFar);
+    const Real shrink = exponential(-rise), shrink2 = shrink * shrink;
+    // The thread's largest class, unless it is the row's: of those all but one are added.
+    const bool has_largest = max_ == row.max;
+    const Real x = fmin(base - max_, kFar), own = has_largest ? Real(0) : exponential(-x), own2 = own * own;
+    const Real others = group.sum(has_largest ? Real(1) : Real(0)) - Real(1);
+    row.rest = group.sum(rest_.sum * shrink + own) + others;
+    const Real deeper = share_ * (base - coarse_base(max_)) * static_cast<Real>(count_);
+    row.depth = group.sum(static_cast<Real>(depth_) + deeper);
+    if constexpr (kGamma >= 1) row.fall = group.sum((fall_.sum + rise * rest_.sum) * shrink + own * x);
+    if constexpr (kGamma == 2) {
+      row.squares = group.sum(squares_.sum * shrink2 + own2) + others;
+      row.fall2 = group.sum((fall2_.sum + rise * squares_.sum) * shrink2 + own2 * x);
+    }
+    return row;
+  }
+
+ private:
+  static constexpr Real kFar = Real(1e4);  // e^-kFar is 0; a factor of e^-infinity must not be infinite
+
+  struct Terms {
+    Real rest = 0, depth = 0, fall = 0, squares = 0, fall2 = 0;
+
+    __device__ __forceinline__ void add(Real x) {
+      const Real e = summand(-x), far = fmin(x, kFar);
+      rest += e;
+      if constexpr (kGamma >= 1) fall += e * far;
+      if constexpr (kGamma == 2) {
+        squares += e * e;
+        fall2 += e * e * far;
+      }
+    }
+  };
+
+  template <int count>
+  __device__ __forceinline__ void set_aside(const Real (&values)[count], Real (&others)[count]) {
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+      // A comparison with NaN is false, so a NaN goes to `others`.
+      const bool is_above = values[k] > max_;
+      others[k] = is_above ? max_ : values[k];
+      max_ = is_above ? values[k] : max_;
+    }
+  }
+
+  template <int count>
+  __device__ __forceinline__ void add_terms(Terms& terms, const Real (&values)[count], const Real (&others)[count]) {
+    const Real base = coarse_base(max_);
+    // Each term is multiplied by the share before adding: if several classes are masked by a large number, their sum
+    // would be infinite.
+#pragma unroll
+    for (int k = 0; k < count; ++k) terms.depth += share_ * (base - values[k]);
+#pragma unroll
+    for (int k = 0; k < count; ++k) terms.add(base - others[k]);
+  }
+
+  template <int count>
+  __device__ __forceinline__ void add(const Real (&values)[count]) {
+    const Real before = max_;
+    Real others[count];
+    set_aside(values, others);
+    Terms terms;
+    add_terms(terms, values, others);
+    take(before, terms, count);
+  }
+
+  // Adds two vectors with one rescaling of the sums.
+  template <int count>
+  __device__ __forceinline__ void add_two(const Real (&values)[count], const Real (&more)[count]) {
+    const Real before = max_;
+    Real others[count], more_others[count];
+    set_aside(values, others);
+    set_aside(more, more_others);
+    Terms terms;
+    add_terms(terms, values, others);
+    add_terms(terms, more, more_others);
+    take(before, terms, 2 * count);
+  }
+
+  __device__ __forceinline__ void take(Real before, const Terms& terms, int count) {
+    const Real rise = coarse_base(max_) - coarse_base(before);
+    const Real shrink = summand(floor(before) - coarse_base(max_)), shrink2 = shrink * shrink;
+    depth_ += static_cast<double>(terms.depth + share_ * rise * static_cast<Real>(count_));
+    if constexpr (kGamma >= 1) fall_.add(shrink, terms.fall + shrink * rise * rest_.sum);
+    if constexpr (kGamma == 2) {
+      fall2_.add(shrink2, terms.fall2 + shrink2 * rise * squares_.sum);
+      squares_.add(shrink2, terms.squares);
+    }
+    rest_.add(shrink, terms.rest);
+    count_ += count;
+  }
+
+  Real share_;
+  Real max_ = -kInfinity<Real>;
+  int count_ = 0;     // classes read
+  double depth_ = 0;  // infinite for a masked class, which a compensated sum would turn into NaN
+  Total rest_, squares_, fall_, fall2_;
+};
+
+template <int kGamma, typename Scalar>
+__device__ __forceinline__ SmoothedSums<compute_t<Scalar>> smoothed_sums(const Row<Scalar>& row, const RowGroup& group,
+                                                                         compute_t<Scalar> share) {
+  using Real = compute_t<Scalar>;
+  if (row.classes <= kFewClasses * row.lanes) {
+    SmoothedSumOfThread<kGamma, Real, PlainSum<Real>> mine(share);
+    mine.read(row);
+    return mine.of(group);
+  }
+  SmoothedSumOfThread<kGamma, Real, CompensatedSum<Real>> mine(share);
+  mine.read(row);
+  return mine.of(group);
+}
+
+// The sums of loss and slope over the classes but the largest, each times its share.
+template <typename Real>
+struct SmoothedTerms {
+  Real loss;
+  Real slope;
+};
+
+template <int kGamma, typename Real>
+__device__ __forceinline__ SmoothedTerms<Real> smoothed_terms(const SmoothedSums<Real>& sums, Real log_s, Real share,
+                                                              Real count, bool detached) {
+  const Real inverse = exponential(-log_s);
+  const Real l0 = sums.depth + share * count * log_s;  // of s l
+  if constexpr (kGamma == 0) return {l0, share * count};
+  const Real p1 = sums.rest * inverse, l1 = (sums.fall + log_s * sums.rest) * inverse;  // of p, of p l
+  if constexpr (kGamma == 1) return {l0 - share * l1, share * (count - p1 + (detached ? Real(0) : l1))};
+  const Real p2 = sums.squares * inverse * inverse, l2 = (sums.fall2 + log_s * sums.squares) * inverse * inverse;
+  return {l0 - share * (Real(2) * l1 - l2), share * (count - Real(2) * p1 + p2 + (detached ? Real(0) : 2 * (l1 - l2)))};
+}
+
+}  // namespace focalkern::cuda
