@@ -123,10 +123,9 @@ struct Cuda {
     void* stream = c10::cuda::getCurrentCUDAStream().stream();
     dispatch_loss(options.kind, [&](auto formula) {
       using Loss = decltype(formula);
-      const int error =
-          statistics ? cuda::row_loss_with_statistics<Loss>(args, result_of<Real>(*statistics), mean,
-                                                            reduced, divisor, scratch, stream)
-                     : cuda::row_loss_forward<Loss>(args, mean, reduced, divisor, scratch, stream);
+      const int error = statistics ? cuda::row_loss_with_statistics<Loss>(args, result_of<Real>(*statistics), mean,
+                                                                          reduced, divisor, scratch, stream)
+                                   : cuda::row_loss_forward<Loss>(args, mean, reduced, divisor, scratch, stream);
       C10_CUDA_CHECK(static_cast<cudaError_t>(error));
     });
   }
@@ -184,9 +183,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
   const auto shape = options.reduction == kNone ? loss_shape(input) : c10::SymDimVector();
   TORCH_CHECK_VALUE(grad.sym_sizes() == c10::SymIntArrayRef(shape), op, ": grad must have the shape of the loss, ",
                     c10::SymIntArrayRef(shape), ", got ", grad.sym_sizes());
-  TORCH_CHECK_VALUE(
-      saved.dim() == 1 && saved.numel() == numbers * rows + 1 && saved.scalar_type() == real && saved.is_contiguous(),
-      op, ": saved must be what the forward pass returned for this input");
+  // The divisor is the last number. On CUDA a number per row may precede it: RowLossBackward::lse_slope.
+  const bool has_slope = input.is_cuda() && rows > 0 && saved.numel() == (numbers + 1) * rows + 1;
+  TORCH_CHECK_VALUE(saved.dim() == 1 && (has_slope || saved.numel() == numbers * rows + 1) &&
+                        saved.scalar_type() == real && saved.is_contiguous(),
+                    op, ": saved must be what the forward pass returned for this input");
   TORCH_CHECK_VALUE(!edges || !needed[2], op, ": the gammas of a table have no gradient, and needed[2] asks for it");
   check_same_device(op, "grad", grad, input);
   check_same_device(op, "saved", saved, input);
@@ -225,7 +226,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
     static_cast<RowLossArgs<Scalar>&>(args) = prepared.args;
     if (needed[0]) args.grad_layout = *row_layout(input_buffer, class_dim, input.is_cpu());
     args.saved = static_cast<Real*>(const_cast<void*>(saved.const_data_ptr()));
-    if (options.reduction == kMean) args.divisor = args.saved + numbers * rows;
+    if (has_slope) args.lse_slope = args.saved + numbers * rows;
+    if (options.reduction == kMean) args.divisor = args.saved + (saved.numel() - 1);
     Tensor upstream = as_dtype(grad, real);
     args.grad_stride = options.reduction == kNone ? 1 : 0;
     if (args.grad_stride) upstream = upstream.contiguous();

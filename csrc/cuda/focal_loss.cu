@@ -81,7 +81,7 @@ int focal_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<
                        compute_t<Scalar>* divisor, void* workspace, void* stream) {
   if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
   GridSum<compute_t<Scalar>> reduction = {loss, divisor, mean, nullptr, nullptr};
-  if (is_soft(args)) return row_loss_soft_forward<FocalFormula>(args, reduction, workspace, stream);
+  if (is_soft(args)) return soft_focal_forward(args, reduction, workspace, stream);
   const bool end_to_end = has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits);
   const RowPlan plan = plan_for(args, end_to_end, true);
   const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.layout)};
@@ -111,7 +111,7 @@ int focal_loss_backward(const RowLossBackward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
   if (args.grad_logits != nullptr && args.grad_layout.inner <= 0) return cudaErrorInvalidValue;
-  if (is_soft(args)) return row_loss_soft_backward<FocalFormula>(args, stream);
+  if (is_soft(args)) return soft_focal_backward(args, stream);
   const bool end_to_end = has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits) &&
                           args.grad_logits != nullptr && has_no_gaps(args.grad_layout, args.rows, args.classes) &&
                           on_boundary(args.grad_logits);

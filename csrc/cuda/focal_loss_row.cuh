@@ -186,6 +186,11 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Row
     result.scale = coefficient * exponential(-log_s);
     // p - 1 = -u, accurate where 1 - p cancels.
     result.at_target = -coefficient * exponential(log_u);
+    const Real of_lse = row_scale * lse_slope(args, row);
+    if (of_lse != Real(0)) {
+      result.scale += of_lse * exponential(-log_s);
+      result.at_target += of_lse * exponential(log_p);
+    }
     grad_gamma = row_scale * terms.grad_gamma;
   } else if (label == kOutOfRange) {
     result.scale = kNaN<Real>;

@@ -157,6 +157,12 @@ __global__ __launch_bounds__(kBlock,
       row_grad.at_target *= scale;
       row_grad.at_special *= scale;
       row_grad.grad_gamma *= scale;
+      const Real of_lse = scale * lse_slope(args, row.row);
+      if (of_lse != Real(0)) {
+        row_grad.factor += of_lse * inv_sum_exp;
+        row_grad.at_target += of_lse * exponential((row.z(row.label) - kept.max) - kept.log_s);
+        if (kept.marked >= 0) row_grad.at_special += of_lse * exponential((row.z(kept.marked) - kept.max) - kept.log_s);
+      }
       max = kept.max;
       marked = kept.marked;
     }

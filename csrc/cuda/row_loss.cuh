@@ -2,8 +2,6 @@
 // the kernels for class probabilities and label smoothing, which row_loss_soft.cu has for every loss.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
 #include "kernels/row_loss.h"
@@ -73,6 +71,11 @@ __device__ __forceinline__ compute_t<Scalar> upstream(const RowLossBackward<Scal
   return args.divisor != nullptr ? grad / *args.divisor : grad;
 }
 
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> lse_slope(const RowLossBackward<Scalar>& args, int64_t row) {
+  return args.lse_slope != nullptr ? args.lse_slope[row] : compute_t<Scalar>(0);
+}
+
 // RowLayout::row_offset without a 64-bit division, which would be a subroutine in every kernel. The quotient from the
 // reciprocal is off by at most one, for any number of rows below 2^53.
 struct RowOffset {
@@ -134,24 +137,18 @@ bool is_uniform(const RowLossArgs<Scalar>& args) {
   return Loss::kTarget == SoftTarget::kClasses && !args.target_probs && args.class_weight == nullptr;
 }
 
-// Whether row_loss_smoothed.cu has the loss.
-template <typename Loss, typename Scalar>
-bool is_smoothed_focal(const RowLossArgs<Scalar>& args) {
-  const bool is_whole = args.gamma_value == 0 || args.gamma_value == 1 || args.gamma_value == 2;
-  return std::is_same_v<Loss, FocalFormula> && is_uniform<Loss>(args) && args.gamma == nullptr && is_whole;
-}
-
-template <typename Scalar>
-int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
-                           void* workspace, void* stream);
-template <typename Scalar>
-int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream);
-
 // The launchers for losses where is_soft is true; their arguments are valid.
 template <typename Loss, typename Scalar>
 int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
                           void* stream);
 template <typename Loss, typename Scalar>
 int row_loss_soft_backward(const RowLossBackward<Scalar>& args, void* stream);
+
+// The same for the focal loss, with kernels of its own where it has them (row_loss_smoothed.cu).
+template <typename Scalar>
+int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals, void* workspace,
+                       void* stream);
+template <typename Scalar>
+int soft_focal_backward(const RowLossBackward<Scalar>& args, void* stream);
 
 }  // namespace focalkern::cuda

@@ -122,7 +122,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
     const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, logarithm(exponential_minus_one(log_s)),
                                               args.detach_modulation);
     // dL/dz_j = p_j (sum a) - a_j
-    const Real of_p = given * (others + special.likely.slope);
+    const Real of_lse = given * lse_slope(args, row.row);
+    const Real of_p = given * (others + special.likely.slope) + of_lse;
     const Real of_slope = given * special.share;
     const RowWriter<Scalar> writer(row, grad, stride);
     int likely = kNoClass;
@@ -144,11 +145,18 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
     }
     if (likely != kNoClass) {
       // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
-      const Real value =
-          given * (exponential(-log_s) * others - exponential(special.numbers.log_u) * special.likely.slope);
+      const Real p = exponential(-log_s), u = exponential(special.numbers.log_u);
+      const Real value = given * (p * others - u * special.likely.slope) + of_lse * p;
       grad[likely * stride] = Store<Scalar>::from_compute(value);
     }
   }
+}
+
+// Whether the kernels above have the loss: label smoothing, no class weights, and gamma as the number 0, 1 or 2.
+template <typename Scalar>
+bool is_smoothed(const RowLossArgs<Scalar>& args) {
+  const bool is_whole = args.gamma_value == 0 || args.gamma_value == 1 || args.gamma_value == 2;
+  return is_uniform<FocalFormula>(args) && args.gamma == nullptr && is_whole;
 }
 
 // Calls launch with gamma, which is 0, 1 or 2, as a constant.
@@ -162,23 +170,25 @@ int with_constant_gamma(Real gamma, Launch launch) {
 }  // namespace
 
 template <typename Scalar>
-int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
-                           void* workspace, void* stream) {
+int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals, void* workspace,
+                       void* stream) {
+  if (!is_smoothed(args)) return row_loss_soft_forward<FocalFormula>(args, totals, workspace, stream);
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     return launch_forward(smoothed_focal_forward_kernel<Scalar, gamma()>, args, totals, workspace, stream);
   });
 }
 
 template <typename Scalar>
-int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
+int soft_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
+  if (!is_smoothed(args) || args.grad_gamma != nullptr) return row_loss_soft_backward<FocalFormula>(args, stream);
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     return launch_backward(smoothed_focal_backward_kernel<Scalar, gamma()>, args, stream);
   });
 }
 
-#define FK_INSTANTIATE(Scalar)                                                                                         \
-  template int smoothed_focal_forward(const RowLossForward<Scalar>&, const GridSum<compute_t<Scalar>>&, void*, void*); \
-  template int smoothed_focal_backward(const RowLossBackward<Scalar>&, void*);
+#define FK_INSTANTIATE(Scalar)                                                                                     \
+  template int soft_focal_forward(const RowLossForward<Scalar>&, const GridSum<compute_t<Scalar>>&, void*, void*); \
+  template int soft_focal_backward(const RowLossBackward<Scalar>&, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)
 FK_INSTANTIATE(float)

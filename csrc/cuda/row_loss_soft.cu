@@ -190,7 +190,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     if (grad == nullptr && grad_target == nullptr) continue;
 
     // dL/dz_j = p_j (sum a) - a_j
-    const Real of_p = scale * slopes.all;
+    const Real of_lse = given * lse_slope(args, row.row);
+    const Real of_p = scale * slopes.all + of_lse;
     const Real of_slope = scale * share;
     const RowWriter<Scalar> writer(row, grad, stride);
     with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
@@ -218,7 +219,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
       if (grad != nullptr) {
         // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
         const Real value = scale * (exponential(-log_s) * others - exponential(log_u) * of_top.slope);
-        grad[row_top * stride] = Store<Scalar>::from_compute(value);
+        grad[row_top * stride] = Store<Scalar>::from_compute(value + of_lse * exponential(-log_s));
       }
       if (grad_target != nullptr) {
         grad_target[row_top * row.target_stride] = target_gradient<Loss>(args, slopes, row_top, of_top.grad_share);
@@ -233,7 +234,6 @@ template <typename Loss, typename Scalar>
 int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
                           void* stream) {
   if constexpr (Loss::kTarget == SoftTarget::kClasses) {
-    if (is_smoothed_focal<Loss>(args)) return smoothed_focal_forward(args, totals, workspace, stream);
     if (is_uniform<Loss>(args)) {
       return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, true>, args, totals, workspace, stream);
     }
@@ -248,7 +248,6 @@ int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<
 template <typename Loss, typename Scalar>
 int row_loss_soft_backward(const RowLossBackward<Scalar>& args, void* stream) {
   if constexpr (Loss::kTarget == SoftTarget::kClasses) {
-    if (is_smoothed_focal<Loss>(args) && args.grad_gamma == nullptr) return smoothed_focal_backward(args, stream);
     if (is_uniform<Loss>(args)) {
       return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar, true>, args, stream);
     }

@@ -92,6 +92,9 @@ struct RowLossBackward : RowLossArgs<Scalar> {
   RowLayout grad_layout;
   Real* grad_target;  // [rows, classes] in `target_layout`, or null
   Real* grad_gamma;   // [rows], or null
+  // [rows], or null: k of a term whose gradient in the logits is k p_j times that of the row's loss, only on CUDA. It
+  // is saved after the numbers of the row.
+  const Real* lse_slope;
 };
 
 namespace cpu {

@@ -198,6 +198,8 @@ void backward(const Tensor& grad, const Tensor& input, const Tensor& target, con
 #ifdef FOCALKERN_WITH_CUDA
       if (input.is_cuda()) {
         const CudaScope device(input);
+        const int64_t numbers = kSavedNumbers<Loss> * args.rows;
+        if (saved.numel() == numbers + args.rows + 1) args.lse_slope = args.saved + numbers;
         return CudaScope::check("focal_loss", cuda::row_loss_backward<Loss>(args, device.stream()));
       }
 #endif

@@ -1,4 +1,4 @@
-"""The z-loss beside a row loss of the CPU's kernels, in torch operations (csrc/math/z_loss.h)."""
+"""The z-loss beside a row loss of the kernels, in torch operations (csrc/math/z_loss.h)."""
 
 import torch
 from torch import Tensor
@@ -31,18 +31,24 @@ def z_loss(
     """
     first, second, third = saved[:-1].double().view(3, -1).unbind()
     counts, row_weight = torch.ones_like(first, dtype=torch.bool), torch.ones_like(first)
-    label = None
+    class_dim, label = min(input.dim() - 1, 1), None
     if not target.is_floating_point():
         counts = target != ignore_index
         label = torch.where(counts, target, 0).long()
+        if not input.is_cpu:  # no error for a label out of range: the loss of its row is NaN
+            label = label.clamp(0, input.shape[class_dim] - 1)
         counts = counts.reshape(-1)
         if weight is not None:
             row_weight = weight.double()[label.reshape(-1)]
-    if soft or label is None:
+    numbers: tuple[Tensor, ...]
+    if not input.is_cpu:
+        lse = first + second
+        # The backward pass of labels without smoothing multiplies with the weight.
+        numbers = (first, second, third, 2.0 * coefficient * (row_weight * lse if soft else lse))
+    elif soft or label is None:
         lse = first + second.log1p()
-        third = third + 2.0 * coefficient * row_weight * lse
-    else:  # the backward pass multiplies with the weight
-        class_dim = min(input.dim() - 1, 1)
+        numbers = (first, second, third + 2.0 * coefficient * row_weight * lse)
+    else:
         z_y = input.gather(class_dim, label.unsqueeze(class_dim)).reshape(-1).double()
         of_label = (z_y - first).exp()
         lse = first + ((of_label - 1.0) - third).log1p()
@@ -54,10 +60,10 @@ def z_loss(
             total = torch.where(total.abs() < 1e-300, 1e-300, total)
         else:
             total = torch.where(total.abs() < 1e-30, 1e-30, total)
-        second, third = total, (second * third + of_lse * of_label) / total
+        numbers = (first, total, (second * third + of_lse * of_label) / total)
     terms = torch.where(counts, coefficient * row_weight * lse.square(), 0.0)
-    second, third = torch.where(counts, second, 0.0), torch.where(counts, third, 0.0)
-    edited = torch.cat([first, second, third, saved[-1:].double()]).to(saved.dtype)
+    edited = torch.cat([first, *(torch.where(counts, number, 0.0) for number in numbers[1:]), saved[-1:].double()])
+    edited = edited.to(saved.dtype)
     if REDUCTIONS[reduction] == "none":
         return (loss + terms.reshape(loss.shape)).to(loss.dtype), edited
     extra = terms.sum() / saved[-1] if REDUCTIONS[reduction] == "mean" else terms.sum()

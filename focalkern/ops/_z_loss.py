@@ -1,8 +1,9 @@
-"""The z-loss c w lse^2 in the passes of the row loss, on the CPU.
+"""The z-loss c w lse^2 in the passes of the row loss, where it has kernels.
 
 The gradient of the row loss is c_f (p_j - t_j), and that of the z-loss k p_j with k = 2 c w lse. The backward pass gets
 c_f, or a sum for it, from the numbers that the forward pass saves for each row. ``z_loss`` of the compiled module adds
-k to them (of :mod:`focalkern.fallback`: in torch operations), so that the backward pass writes the gradient of both.
+k to them (of :mod:`focalkern.fallback`: in torch operations), so that the backward pass writes the gradient of both. On
+CUDA k is a number of its own.
 """
 
 from typing import Any
@@ -11,10 +12,9 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, REDUCTIONS
+from focalkern._types import HALVES, PLAIN_TENSORS, REDUCTIONS
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, fallback, has_kernels
-from focalkern.ops._linear_chunks import is_plain
 from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
 from focalkern.ops._vocab_slices import Split
 from focalkern.ops.focal_loss_vocab_parallel import plain_statistics, reduced, statistics_of
@@ -27,7 +27,8 @@ _FOCAL = kind_of(None)
 
 def adds_z_loss(kind: int, input: Tensor, target: Tensor, label_smoothing: float) -> bool:
     """Whether the kernels save numbers to which this module can add those of the z-loss."""
-    return input.is_cpu and (kind == _FOCAL or target.is_floating_point() or label_smoothing > 0) and has_kernels(input)
+    adds = input.is_cuda or (input.is_cpu and (kind == _FOCAL or target.is_floating_point() or label_smoothing > 0))
+    return adds and has_kernels(input)
 
 
 def loss_dtype(input: Tensor, target: Tensor) -> torch.dtype:
@@ -92,7 +93,7 @@ class _LossWithZLoss(torch.autograd.Function):
         tensors = (input, target, gamma, edges, weight)
         options = (reduction, ignore_index, label_smoothing, detach_modulation)
         soft = target.is_floating_point() or label_smoothing > 0
-        use_module = is_plain(input) and not torch.compiler.is_compiling()
+        use_module = type(input) in PLAIN_TENSORS and not torch.compiler.is_compiling()
         backend = backend_for(input) if use_module else fallback
         together, found = getattr(backend, "row_loss_with_statistics", None), None
         if return_stats and together is not None:
@@ -101,9 +102,10 @@ class _LossWithZLoss(torch.autograd.Function):
             loss, saved = torch.ops.focalkern.focal_loss_forward(*tensors, *options, True, kind, 0.0)
         else:
             loss, saved, of_rows = found
-        loss, edited = backend.z_loss(loss, saved, input, target, weight, ignore_index, soft, reduction, z_loss)
-        # The derivative in gamma of labels without smoothing needs the numbers of the row loss.
-        ctx.save_for_backward(*tensors, edited, saved if ctx.needs_input_grad[2] else None)
+        z_loss_of = backend.z_loss if input.is_cpu else fallback.z_loss
+        loss, edited = z_loss_of(loss, saved, input, target, weight, ignore_index, soft, reduction, z_loss)
+        # On the CPU the derivative in gamma of labels without smoothing needs the numbers of the row loss.
+        ctx.save_for_backward(*tensors, edited, saved if ctx.needs_input_grad[2] and input.is_cpu else None)
         ctx.arguments = (op, kind, *options, z_loss)
         if found is None:
             return loss
@@ -127,9 +129,9 @@ class _LossWithZLoss(torch.autograd.Function):
             )
             return found
 
-        soft = target.is_floating_point() or label_smoothing > 0
-        found = list(gradients(edited, [of_input, of_target, of_gamma and soft]))
-        if of_gamma and not soft:
+        apart = saved is not None and not (target.is_floating_point() or label_smoothing > 0)
+        found = list(gradients(edited, [of_input, of_target, of_gamma and not apart]))
+        if of_gamma and apart:
             found[2] = gradients(saved, [False, False, True])[2]
         return *(
             gradient if needed else None

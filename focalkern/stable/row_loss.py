@@ -1,5 +1,6 @@
 """The losses of rows on the kernels of the stable module."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -149,7 +150,13 @@ def _check_backward(
     if list(grad.shape) != shape:
         raise ValueError(f"{op}: grad must have the shape of the loss, {shape}, got {list(grad.shape)}")
     like = _results(inputs, options, grad.dtype)[1]
-    if saved[0].shape != like.shape or saved[0].dtype != like.dtype or not saved[0].is_contiguous():
+    # On CUDA a number per row may precede the divisor: RowLossBackward in csrc/kernels/row_loss.h.
+    more = math.prod(_loss_shape(inputs.input)) if inputs.input.is_cuda else 0
+    if (
+        saved[0].shape not in (like.shape, (len(like) + more,))
+        or saved[0].dtype != like.dtype
+        or not saved[0].is_contiguous()
+    ):
         raise ValueError(f"{op}: saved must be what the forward pass returned for this input")
     if inputs.edges is not None and needed[2]:
         raise ValueError(f"{op}: the gammas of a table have no gradient, and needed[2] asks for it")

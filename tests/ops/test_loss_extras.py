@@ -36,8 +36,12 @@ def labels_of(shape, ignore_index=-100):
 
 
 def gradients(loss, *leaves):
-    upstream = torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).reshape(loss.shape)
+    upstream = torch.linspace(1, 2, loss.numel(), dtype=loss.dtype, device=loss.device).reshape(loss.shape)
     return torch.autograd.grad(loss, leaves, upstream)
+
+
+def on_device(value, device):
+    return value.to(device) if isinstance(value, torch.Tensor | fk.GammaTable) else value
 
 
 # ---- z_loss against the reference ------------------------------------------------------------------------------------
@@ -46,20 +50,22 @@ def gradients(loss, *leaves):
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(C,), (N, C), (3, C, 2, 2)], ids=str)
-def test_is_the_reference(shape, case, reduction):
+def test_is_the_reference(shape, case, reduction, device):
     options = {"reduction": reduction, "z_loss": 0.1, **CASES[case]}
-    z = (3 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
+    options = {name: on_device(value, device) for name, value in options.items()}
+    z = (3 * torch.randn(shape, dtype=torch.float64, device=device)).requires_grad_()
     rows = (shape[0], *shape[2:]) if len(shape) > 1 else ()
-    target = labels_of(rows, options.get("ignore_index", -100)) if rows else torch.tensor(3)
+    target = (labels_of(rows, options.get("ignore_index", -100)) if rows else torch.tensor(3)).to(device)
     found, expected = (function(z, target, **options) for function in (fk.focal_loss, reference.focal_loss))
     assert_close(found, expected)
     assert_close(*(gradients(loss, z)[0] for loss in (found, expected)))
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_of_class_probabilities(reduction):
-    z, target = torch.randn(N, C, dtype=torch.float64).requires_grad_(), torch.rand(N, C, dtype=torch.float64)
-    options = {"reduction": reduction, "z_loss": 0.1, "weight": WEIGHT, "label_smoothing": 0.1}
+def test_of_class_probabilities(reduction, device):
+    z, target = torch.randn(2, N, C, dtype=torch.float64, device=device)
+    z, target = z.clone().requires_grad_(), target.softmax(1)
+    options = {"reduction": reduction, "z_loss": 0.1, "weight": WEIGHT.to(device), "label_smoothing": 0.1}
     found, expected = (function(z, target, 2.0, **options) for function in (fk.focal_loss, reference.focal_loss))
     assert_close(found, expected)
     assert_close(gradients(found, z)[0], gradients(expected, z)[0])

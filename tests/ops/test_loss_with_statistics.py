@@ -42,6 +42,8 @@ def test_loss_and_gradients(options, dtype, classes, device, monkeypatch):
     z[4], target[4] = math.nan, options.get("ignore_index", -100)
     if "weight" in options:
         options["weight"] = options["weight"][:classes].to(device)
+    if options["gamma"] is TABLE:
+        options["gamma"] = TABLE.to(device)
     real = torch.float64 if dtype == torch.float64 else torch.float32
     per_row = torch.linspace(-1, 3, 70, dtype=real, device=device) if options["gamma"] == "rows" else None
 

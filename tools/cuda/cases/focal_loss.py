@@ -32,6 +32,7 @@ FOCAL_LOSS_FORWARD = [*FOCAL_LOSS, ("row_loss", c_void_p)]
 FOCAL_LOSS_BACKWARD = [
     *FOCAL_LOSS, ("grad_loss", c_void_p), ("grad_stride", c_int64), ("divisor", c_void_p), ("grad_logits", c_void_p),
     ("grad_layout", Layout), ("grad_target", c_void_p), ("grad_gamma", c_void_p),
+    ("lse_slope", c_void_p),
 ]  # fmt: skip
 ALONE = -1  # for `statistics`
 STATISTICS = [(name, c_void_p) for name in ("log_p", "entropy", "lse", "predicted", "correct", "counts")]
@@ -39,7 +40,7 @@ STATISTICS = [(name, c_void_p) for name in ("log_p", "entropy", "lse", "predicte
 
 def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_index=-100, reduction="mean",
                    label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True, target_gradient=True,
-                   kind=0, epsilon=0.0, statistics=None):  # fmt: skip
+                   kind=0, epsilon=0.0, statistics=None, lse_slope=None):  # fmt: skip
     """All results of the two kernels, by name. Without `gradients`, the only gradient is that of gamma. Other values of
     `kind` are the other losses of rows. `statistics`: `kind`, if the forward pass gives those of
     the rows, too, or ALONE, if it gives nothing else."""
@@ -94,6 +95,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
             setattr(backward, name, getattr(forward, name))
         backward.grad_loss, backward.grad_stride = memory.put(grad), int(reduction == "none")
         backward.divisor = divisor if reduction == "mean" else None
+        backward.lse_slope = memory.put(lse_slope)
         grad_like = logits if grad_like is None else grad_like
         backward.grad_layout = Layout.of(grad_like)
         if gradients:

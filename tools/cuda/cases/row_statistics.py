@@ -1,11 +1,11 @@
-"""Statistics of rows, alone or with a loss of rows."""
+"""Statistics of rows, alone or with a loss of rows, and terms in the log-sum-exp of a row beside its loss."""
 
 import pytest
 import torch
 
 from tools.cuda.cases.common import DTYPES, LABELS, NAN, assert_near, real_of
 from tools.cuda.cases.focal_loss import ALONE, labels_for, run_focal_loss
-from tools.cuda.cases.row_loss import SPECS, number
+from tools.cuda.cases.row_loss import SPECS, number, shares_for
 
 
 def expected_statistics(logits, target, ignore_index):
@@ -121,3 +121,32 @@ def test_row_statistics_of_nothing(library):
         assert actual["loss"].isnan().all()
         assert (actual["predicted"] == -1).all()
         assert (actual["entropy"] == 0).all()
+
+
+# As for the z-loss: labels, smoothing with one read and with two, class probabilities; short and long rows, pixels.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_term_in_the_log_sum_exp(library, name, dtype):
+    soft = [{"label_smoothing": 0.1}, {"label_smoothing": 0.1, "gamma": 1.5}, {}] if SPECS[name].soft_target else []
+    for shape in ((40, 5), (40, 12), (33, 100), (9, 1000), (2, 20000), (2, 7, 6)):
+        logits = (3 * torch.randn(shape)).to(dtype)
+        rows, classes = logits.numel() // shape[1], shape[1]
+        target = labels_for(logits)
+        target[0] = -100
+        top = logits.argmax(1)
+        logits.scatter_add_(1, top.unsqueeze(1), torch.where(top % 2 == 0, 6.0, 0.0).to(dtype).unsqueeze(1))
+        p = logits.double().softmax(1).movedim(1, -1).reshape(rows, classes)
+        for number_of_case, options in enumerate([{}, {"weight": torch.rand(classes)}, *soft]):
+            target_of_case = shares_for(logits) if number_of_case == 4 else target
+            slope = torch.randn(rows, dtype=real_of(dtype))
+            arguments = (library, logits, target_of_case, options.pop("gamma", 2.0), torch.tensor([0.75]).to(slope))
+            options |= {"kind": number(name), "reduction": "mean"}
+            alone = run_focal_loss(*arguments, **options)
+            both = run_focal_loss(*arguments, lse_slope=slope, **options)
+            counts = torch.ones(rows) if number_of_case == 4 else (target != -100).reshape(-1).double()
+            if "weight" in options:
+                counts = counts * options["weight"].double()[target.reshape(-1).clamp(0)]
+            factor = 0.75 / alone["divisor"].double() * counts * slope.double()
+            grad = alone["grad_logits"].double().movedim(1, -1).reshape(rows, classes) + factor.unsqueeze(1) * p
+            found = both["grad_logits"].movedim(1, -1).reshape(rows, classes)
+            assert_near(found, grad, dtype, 20)
