@@ -144,7 +144,7 @@ int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<
 template <typename Loss, typename Scalar>
 int row_loss_soft_backward(const RowLossBackward<Scalar>& args, void* stream);
 
-// The same for the focal loss, with kernels of its own where it has them (row_loss_smoothed.cu).
+// The same for the focal loss, with kernels of its own where it has them (soft_focal.cuh).
 template <typename Scalar>
 int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals, void* workspace,
                        void* stream);

@@ -1,5 +1,6 @@
 // The focal loss with label smoothing for gamma = 0, 1 or 2 and without class weights, in any of the layouts that
-// RowLayout describes: one read of the logits forward (smoothed_row.cuh), one backward.
+// RowLayout describes, as row_loss_shared.cu has it for shares of every class. One read of the logits forward
+// (smoothed_row.cuh), one backward.
 //
 // A row saves its largest logit, log S, and the sum of the slopes of all classes but the likely one, each times its
 // share. The likely class is the one, if any, with more than about half of the probability (row_loss_soft.cu).
@@ -9,6 +10,7 @@
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
 #include "cuda/smoothed_row.cuh"
+#include "cuda/soft_focal.cuh"
 #include "cuda/soft_row.cuh"
 #include "kernels/row_loss.h"
 #include "math/focal.h"
@@ -74,7 +76,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
       const bool detached = args.detach_modulation;
       const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, logarithm(sums.rest), detached);
       const Real count = static_cast<Real>(row.classes - 1);
-      const SmoothedTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, detached);
+      const SoftTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, detached);
       loss = others.loss;
       slopes = others.slope;
       if (special.has_likely) {
@@ -152,43 +154,26 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
   }
 }
 
-// Whether the kernels above have the loss: label smoothing, no class weights, and gamma as the number 0, 1 or 2.
-template <typename Scalar>
-bool is_smoothed(const RowLossArgs<Scalar>& args) {
-  const bool is_whole = args.gamma_value == 0 || args.gamma_value == 1 || args.gamma_value == 2;
-  return is_uniform<FocalFormula>(args) && args.gamma == nullptr && is_whole;
-}
-
-// Calls launch with gamma, which is 0, 1 or 2, as a constant.
-template <typename Real, typename Launch>
-int with_constant_gamma(Real gamma, Launch launch) {
-  if (gamma == 0) return launch(std::integral_constant<int, 0>());
-  if (gamma == 1) return launch(std::integral_constant<int, 1>());
-  return launch(std::integral_constant<int, 2>());
-}
-
 }  // namespace
 
 template <typename Scalar>
-int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals, void* workspace,
-                       void* stream) {
-  if (!is_smoothed(args)) return row_loss_soft_forward<FocalFormula>(args, totals, workspace, stream);
+int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
+                           void* workspace, void* stream) {
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     return launch_forward(smoothed_focal_forward_kernel<Scalar, gamma()>, args, totals, workspace, stream);
   });
 }
 
 template <typename Scalar>
-int soft_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
-  if (!is_smoothed(args) || args.grad_gamma != nullptr) return row_loss_soft_backward<FocalFormula>(args, stream);
+int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     return launch_backward(smoothed_focal_backward_kernel<Scalar, gamma()>, args, stream);
   });
 }
 
-#define FK_INSTANTIATE(Scalar)                                                                                     \
-  template int soft_focal_forward(const RowLossForward<Scalar>&, const GridSum<compute_t<Scalar>>&, void*, void*); \
-  template int soft_focal_backward(const RowLossBackward<Scalar>&, void*);
+#define FK_INSTANTIATE(Scalar)                                                                                         \
+  template int smoothed_focal_forward(const RowLossForward<Scalar>&, const GridSum<compute_t<Scalar>>&, void*, void*); \
+  template int smoothed_focal_backward(const RowLossBackward<Scalar>&, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)
 FK_INSTANTIATE(float)

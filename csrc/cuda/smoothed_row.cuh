@@ -159,14 +159,14 @@ __device__ __forceinline__ SmoothedSums<compute_t<Scalar>> smoothed_sums(const R
 
 // The sums of loss and slope over the classes but the largest, each times its share.
 template <typename Real>
-struct SmoothedTerms {
+struct SoftTerms {
   Real loss;
   Real slope;
 };
 
 template <int kGamma, typename Real>
-__device__ __forceinline__ SmoothedTerms<Real> smoothed_terms(const SmoothedSums<Real>& sums, Real log_s, Real share,
-                                                              Real count, bool detached) {
+__device__ __forceinline__ SoftTerms<Real> smoothed_terms(const SmoothedSums<Real>& sums, Real log_s, Real share,
+                                                          Real count, bool detached) {
   const Real inverse = exponential(-log_s);
   const Real l0 = sums.depth + share * count * log_s;  // of s l
   if constexpr (kGamma == 0) return {l0, share * count};

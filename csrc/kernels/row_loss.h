@@ -95,6 +95,7 @@ struct RowLossBackward : RowLossArgs<Scalar> {
   // [rows], or null: k of a term whose gradient in the logits is k p_j times that of the row's loss, only on CUDA. It
   // is saved after the numbers of the row.
   const Real* lse_slope;
+  bool first_is_class;  // the first saved number is the largest class; a launcher of CUDA sets it (row_loss_shared.cu)
 };
 
 namespace cpu {

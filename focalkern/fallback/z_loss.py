@@ -18,6 +18,7 @@ def z_loss(
     soft: bool,
     reduction: int,
     coefficient: float,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The row loss plus c w lse^2 of each row, and the saved numbers for the gradient of both.
 
@@ -28,6 +29,7 @@ def z_loss(
         soft: whether it has label smoothing or class probabilities.
         reduction: the code of its reduction.
         coefficient: c.
+        lse: [N], the log-sum-exp of each row; needed on CUDA with ``soft``.
     """
     first, second, third = saved[:-1].double().view(3, -1).unbind()
     counts, row_weight = torch.ones_like(first, dtype=torch.bool), torch.ones_like(first)
@@ -40,14 +42,14 @@ def z_loss(
         counts = counts.reshape(-1)
         if weight is not None:
             row_weight = weight.double()[label.reshape(-1)]
-    numbers: tuple[Tensor, ...]
     if not input.is_cpu:
-        lse = first + second
+        lse = first + second if lse is None else lse.double()
         # The backward pass of labels without smoothing multiplies with the weight.
-        numbers = (first, second, third, 2.0 * coefficient * (row_weight * lse if soft else lse))
+        of_lse = torch.where(counts, 2.0 * coefficient * (row_weight * lse if soft else lse), 0.0)
+        edited = torch.cat([saved[:-1], of_lse.to(saved.dtype), saved[-1:]])
     elif soft or label is None:
         lse = first + second.log1p()
-        numbers = (first, second, third + 2.0 * coefficient * row_weight * lse)
+        edited = _edited(saved, counts, second, third + 2.0 * coefficient * row_weight * lse)
     else:
         z_y = input.gather(class_dim, label.unsqueeze(class_dim)).reshape(-1).double()
         of_label = (z_y - first).exp()
@@ -60,11 +62,14 @@ def z_loss(
             total = torch.where(total.abs() < 1e-300, 1e-300, total)
         else:
             total = torch.where(total.abs() < 1e-30, 1e-30, total)
-        numbers = (first, total, (second * third + of_lse * of_label) / total)
+        edited = _edited(saved, counts, total, (second * third + of_lse * of_label) / total)
     terms = torch.where(counts, coefficient * row_weight * lse.square(), 0.0)
-    edited = torch.cat([first, *(torch.where(counts, number, 0.0) for number in numbers[1:]), saved[-1:].double()])
-    edited = edited.to(saved.dtype)
     if REDUCTIONS[reduction] == "none":
         return (loss + terms.reshape(loss.shape)).to(loss.dtype), edited
     extra = terms.sum() / saved[-1] if REDUCTIONS[reduction] == "mean" else terms.sum()
     return (loss + extra).to(loss.dtype), edited
+
+
+def _edited(saved: Tensor, counts: Tensor, second: Tensor, third: Tensor) -> Tensor:
+    numbers = [torch.where(counts, number, 0.0).to(saved.dtype) for number in (second, third)]
+    return torch.cat([saved[: len(counts)], *numbers, saved[-1:]])

@@ -18,7 +18,7 @@ from focalkern.ops._backend import backend_for, fallback, has_kernels
 from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
 from focalkern.ops._vocab_slices import Split
 from focalkern.ops.focal_loss_vocab_parallel import plain_statistics, reduced, statistics_of
-from focalkern.ops.row_sums import Statistics
+from focalkern.ops.row_sums import Statistics, row_statistics
 
 __all__ = ["adds_z_loss", "loss_plus_z_loss", "loss_with_z_loss"]
 
@@ -102,8 +102,12 @@ class _LossWithZLoss(torch.autograd.Function):
             loss, saved = torch.ops.focalkern.focal_loss_forward(*tensors, *options, True, kind, 0.0)
         else:
             loss, saved, of_rows = found
-        z_loss_of = backend.z_loss if input.is_cpu else fallback.z_loss
-        loss, edited = z_loss_of(loss, saved, input, target, weight, ignore_index, soft, reduction, z_loss)
+        arguments = (loss, saved, input, target, weight, ignore_index, soft, reduction, z_loss)
+        if input.is_cpu:
+            loss, edited = backend.z_loss(*arguments)
+        else:
+            lse = _lse(input, target, ignore_index) if soft and found is None else of_rows[2] if soft else None
+            loss, edited = fallback.z_loss(*arguments, lse)
         # On the CPU the derivative in gamma of labels without smoothing needs the numbers of the row loss.
         ctx.save_for_backward(*tensors, edited, saved if ctx.needs_input_grad[2] and input.is_cpu else None)
         ctx.arguments = (op, kind, *options, z_loss)
@@ -140,6 +144,15 @@ class _LossWithZLoss(torch.autograd.Function):
 
 
 _NO_GRADIENTS = (None,) * 10
+
+
+def _lse(input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The log-sum-exp of each row [N]."""
+    class_dim = min(input.dim() - 1, 1)
+    rows = input.movedim(class_dim, -1).reshape(-1, input.shape[class_dim])
+    if target.is_floating_point():
+        return row_statistics(rows, rows.new_zeros(len(rows), dtype=torch.int64), -100)[2]
+    return row_statistics(rows, target.reshape(-1), ignore_index)[2]
 
 
 def _differentiable(

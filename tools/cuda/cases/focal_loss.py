@@ -32,7 +32,7 @@ FOCAL_LOSS_FORWARD = [*FOCAL_LOSS, ("row_loss", c_void_p)]
 FOCAL_LOSS_BACKWARD = [
     *FOCAL_LOSS, ("grad_loss", c_void_p), ("grad_stride", c_int64), ("divisor", c_void_p), ("grad_logits", c_void_p),
     ("grad_layout", Layout), ("grad_target", c_void_p), ("grad_gamma", c_void_p),
-    ("lse_slope", c_void_p),
+    ("lse_slope", c_void_p), ("first_is_class", c_bool),
 ]  # fmt: skip
 ALONE = -1  # for `statistics`
 STATISTICS = [(name, c_void_p) for name in ("log_p", "entropy", "lse", "predicted", "correct", "counts")]

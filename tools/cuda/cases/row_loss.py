@@ -298,6 +298,18 @@ def test_soft_gammas_of_rows(library, loss, classes):
         check_soft(library, loss, logits, labels_for(logits), 2.0, label_smoothing=0.1, **options)
 
 
+# Gamma as a number that has a gradient: another kernel than that of the forward pass.
+@pytest.mark.parametrize("classes", [5, 700])
+def test_soft_gradient_of_a_number(library, classes):
+    logits = 2 * torch.randn(11, classes)
+    logits[::2, 1] += 9.0
+    for target, options in ((labels_for(logits), {"label_smoothing": 0.1}), (shares_for(logits), {})):
+        arguments = (library, logits, target)
+        of_rows = run_focal_loss(*arguments, torch.full((11,), 2.0), torch.ones(11), reduction="none", **options)
+        alone = run_focal_loss(*arguments, 2.0, torch.ones(11), reduction="none", gradients=False, **options)
+        assert_near(alone["grad_gamma"], of_rows["grad_gamma"], torch.float32, 20)
+
+
 # Logits masked by a large finite number, impossible labels without a share, factors that overflow where a class has no
 # share.
 @pytest.mark.parametrize("loss", SOFT)

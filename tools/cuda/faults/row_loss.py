@@ -214,4 +214,40 @@ FAULTS = [
         "row.largest = group.min(max == row.max ? largest : kNoClass);",
         "row.largest = -group.min(max == row.max ? -largest : kNoClass);",
     ),
+    Fault(
+        "losses of rows with shares: only the first rows of a block",
+        "row_loss_shared.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+    ),
+    Fault(
+        "gradients of rows with shares: only the first rows of a block",
+        "row_loss_shared.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+        1,
+    ),
+    Fault(
+        "any thread writes the likely class's gradient of a row with shares",
+        "row_loss_shared.cu",
+        "if (!has_likely || !is_mine(row, top)) continue;",
+        "if (!has_likely || row.index != 0) continue;",
+    ),
+    Fault(
+        "the largest class keeps the share of the class before",
+        "shared_row.cuh",
+        "share_of_largest_ = is_above ? shares[k] : share_of_largest_;",
+        "share_of_largest_ = is_above ? share_of_largest_ : share_of_largest_;",
+    ),
+    Fault("an impossible class without a share", "shared_row.cuh", "t[k] == Real(0) ? Real(0) : t[k] * x", "t[k] * x"),
+    Fault("the depth keeps an older maximum", "shared_row.cuh", "depth + rise * share_.sum", "depth"),
+    Fault(
+        "the slope of another term is left out", "row_loss.cuh", "return args.lse_slope != nullptr ?", "return false ?"
+    ),
+    Fault(
+        "a number of the largest class is taken for its logit",
+        "row_loss_soft.cu",
+        "if (args.first_is_class) max",
+        "if (false) max",
+    ),
 ]

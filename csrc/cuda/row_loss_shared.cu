@@ -1,0 +1,186 @@
+// The focal loss of rows whose classes have shares (class probabilities; label smoothing with class weights) for gamma
+// = 0, 1 or 2, in any of the layouts that RowLayout describes: one read of logits and shares forward (shared_row.cuh),
+// one backward. Also chooses the kernels of the focal loss for all such targets.
+//
+// A row saves its first largest class as a number (class_as_number), log S, and the sum of the slopes of all classes
+// but the likely one, each times its share. The likely class is the one, if any, with more than about half of the
+// probability (row_loss_soft.cu).
+
+#include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
+#include "cuda/row_groups.cuh"
+#include "cuda/row_loss.cuh"
+#include "cuda/shared_row.cuh"
+#include "cuda/soft_focal.cuh"
+#include "cuda/soft_row.cuh"
+#include "cuda/soft_shares.cuh"
+#include "kernels/row_loss.h"
+#include "math/focal.h"
+
+namespace focalkern::cuda {
+namespace {
+
+// More would spill registers.
+template <typename Scalar>
+constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double)  ? 1
+                              : sizeof(Scalar) == sizeof(float) ? 4
+                                                                : 3;
+
+template <typename Real>
+using class_int = decltype(number_as_class(Real()));
+template <typename Scalar>
+using Shares = ClassShares<FocalFormula, Scalar, false>;
+
+template <typename Scalar, int kGamma>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_forward_kernel(
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row = row_of<Scalar>(args, geometry, t);
+    const Shares<Scalar> shares(args, row);
+    const SharedSums<Real> sums = shared_sums<kGamma>(row, shares, group);
+    if (row.row >= args.rows || row.index != 0) continue;
+    Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+    Real log_s = 0, slopes = 0;
+    int top = 0;
+    if (row.is_live) {
+      if (sums.largest != kNoClass) top = sums.largest;
+      // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
+      log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
+      const bool detached = args.detach_modulation;
+      const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, detached, false);
+      const SoftTerms<Real> others = shared_terms<kGamma>(sums, log_s, detached);
+      loss = others.loss;
+      slopes = others.slope;
+      const Real share = shares.of(top);
+      if (numbers.likely == sums.max) {
+        loss += likely_terms<FocalFormula>(args, row, numbers, share).loss;
+      } else {
+        const auto of_top = unlikely_class<FocalFormula>(
+            numbers, sums.max, [&](Real) { return WholeGamma<Real, kGamma>(detached); }, share);
+        loss += of_top.terms.loss;
+        slopes += of_top.terms.slope;
+      }
+      // Probability targets: the mean is over all rows.
+      weight_sum += args.target_probs ? 1.0 : static_cast<double>(weight_of(args, row.label));
+    }
+    args.saved[row.row] = class_as_number(class_int<Real>(top));
+    args.saved[args.rows + row.row] = log_s;
+    args.saved[2 * args.rows + row.row] = slopes;
+    if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
+    loss_sum += static_cast<double>(loss);
+  }
+  sum_over_grid(totals, loss_sum, weight_sum);
+}
+
+template <typename Scalar, int kGamma>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_backward_kernel(
+    const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
+  using Real = compute_t<Scalar>;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row = row_of<Scalar>(args, geometry, t);
+    if (row.row >= args.rows) continue;
+    Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + geometry.grad_logits(row.row);
+    Real* grad_target = args.grad_target == nullptr ? nullptr : args.grad_target + geometry.target_probs(row.row);
+    const int64_t stride = args.grad_layout.class_stride;
+    // A row that does not count has a zero gradient, even where its logits are infinite or NaN.
+    const Real given = row.is_live ? upstream(args, row.row) : Real(0);
+    if (given == Real(0)) {
+      const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+      for (int64_t j = row.index; j < row.classes; j += row.lanes) {
+        if (grad != nullptr) grad[j * stride] = Store<Scalar>::from_compute(missing);
+        if (grad_target != nullptr) grad_target[j * row.target_stride] = missing;
+      }
+      continue;
+    }
+    const Shares<Scalar> shares(args, row);
+    const int top = static_cast<int>(number_as_class(args.saved[row.row]));
+    const Real max = row.z(top), log_s = args.saved[args.rows + row.row];
+    const Real others = args.saved[2 * args.rows + row.row];
+    const bool detached = args.detach_modulation;
+    const SoftRow<Scalar> numbers(args, row, max, log_s, logarithm(exponential_minus_one(log_s)) - log_s, detached,
+                                  false);
+    const bool has_likely = numbers.likely == max;
+    ClassTerms<Real> likely = {};
+    if (has_likely) likely = likely_terms<FocalFormula>(args, row, numbers, shares.of(top));
+    // dL/dz_j = p_j (sum a) - a_j
+    const Real of_lse = given * lse_slope(args, row.row);
+    const Real of_p = given * (others + likely.slope) + of_lse;
+    const Real of_target = given * (Real(1) - args.label_smoothing);
+    const RowWriter<Scalar> writer(row, grad, stride);
+    const WholeGamma<Real, kGamma> gamma(detached);
+    each_class(row, [&](const auto& values, int first, int step) {
+      constexpr int count = kCount<decltype(values)>;
+      Real some[count];
+      shares.read(first, step, some);
+      Scalar result[count];
+#pragma unroll
+      for (int k = 0; k < count; ++k) {
+        const auto of_class = unlikely_class<FocalFormula>(numbers, values[k], [&](Real) { return gamma; }, some[k]);
+        result[k] = Store<Scalar>::from_compute(of_class.p * of_p - given * of_class.terms.slope);
+        if (grad_target != nullptr) {
+          const int j = first + k * step;
+          grad_target[j * row.target_stride] =
+              weighted_slope(weight_of(args, j), of_target * of_class.terms.grad_share);
+        }
+      }
+      if (grad != nullptr) writer.write(result, first, step);
+    });
+    // Overwrites values that the same thread wrote.
+    if (!has_likely || !is_mine(row, top)) continue;
+    if (grad != nullptr) {
+      // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
+      const Real p = exponential(-log_s), u = exponential(numbers.log_u);
+      grad[top * stride] = Store<Scalar>::from_compute(given * (p * others - u * likely.slope) + of_lse * p);
+    }
+    if (grad_target != nullptr) {
+      grad_target[top * row.target_stride] = weighted_slope(weight_of(args, top), of_target * likely.grad_share);
+    }
+  }
+}
+
+}  // namespace
+
+template <typename Scalar>
+int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals, void* workspace,
+                       void* stream) {
+  if (!has_small_gamma(args)) return row_loss_soft_forward<FocalFormula>(args, totals, workspace, stream);
+  if (is_uniform<FocalFormula>(args)) return smoothed_focal_forward(args, totals, workspace, stream);
+  return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    return launch_forward(shared_focal_forward_kernel<Scalar, gamma()>, args, totals, workspace, stream);
+  });
+}
+
+template <typename Scalar>
+int soft_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
+  const bool has_gamma_slope = args.grad_gamma != nullptr;
+  if (!has_small_gamma(args)) return row_loss_soft_backward<FocalFormula>(args, stream);
+  if (is_uniform<FocalFormula>(args)) {
+    if (has_gamma_slope) return row_loss_soft_backward<FocalFormula>(args, stream);
+    return smoothed_focal_backward(args, stream);
+  }
+  if (has_gamma_slope) {
+    RowLossBackward<Scalar> with_class = args;
+    with_class.first_is_class = true;
+    return row_loss_soft_backward<FocalFormula>(with_class, stream);
+  }
+  return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    return launch_backward(shared_focal_backward_kernel<Scalar, gamma()>, args, stream);
+  });
+}
+
+#define FK_INSTANTIATE(Scalar)                                                                                     \
+  template int soft_focal_forward(const RowLossForward<Scalar>&, const GridSum<compute_t<Scalar>>&, void*, void*); \
+  template int soft_focal_backward(const RowLossBackward<Scalar>&, void*);
+FK_INSTANTIATE(Half)
+FK_INSTANTIATE(BFloat16)
+FK_INSTANTIATE(float)
+FK_INSTANTIATE(double)
+#undef FK_INSTANTIATE
+
+}  // namespace focalkern::cuda

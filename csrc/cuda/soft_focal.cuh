@@ -1,0 +1,33 @@
+// The launchers of the focal loss with label smoothing or class probabilities for gamma = 0, 1 or 2
+// (row_loss_smoothed.cu, row_loss_shared.cu), and which of them has a loss.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/row_groups.cuh"
+#include "cuda/row_loss.cuh"
+#include "kernels/row_loss.h"
+
+namespace focalkern::cuda {
+
+template <typename Scalar>
+int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
+                           void* workspace, void* stream);
+template <typename Scalar>
+int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream);
+
+// Whether gamma is the number 0, 1 or 2.
+template <typename Scalar>
+bool has_small_gamma(const RowLossArgs<Scalar>& args) {
+  return args.gamma == nullptr && (args.gamma_value == 0 || args.gamma_value == 1 || args.gamma_value == 2);
+}
+
+// Calls launch with this gamma as a constant.
+template <typename Real, typename Launch>
+int with_constant_gamma(Real gamma, Launch launch) {
+  if (gamma == 0) return launch(std::integral_constant<int, 0>());
+  if (gamma == 1) return launch(std::integral_constant<int, 1>());
+  return launch(std::integral_constant<int, 2>());
+}
+
+}  // namespace focalkern::cuda
