@@ -15,12 +15,14 @@ from torch import Tensor
 
 import focalkern as fk
 from benchmarks.speed import losses, sigmoid_loss, soft_targets
+from benchmarks.speed.focal_loss import GAMMA, composite
 from benchmarks.speed.gpu_rows import BYTES, GpuRow, Providers, median_us, step, timed
 
 Loss = Callable[[Tensor, Any], Tensor]
 Case = tuple[str, str, Callable[[], Iterator[GpuRow]]]
 
 SMOOTHING = 0.1
+Z_LOSS = 1e-4
 HEAD = (8192, 4096, 128256)  # words, features, vocabulary: a batch of an 8-billion-parameter language model
 FITS = ((10000, 100), (50000, 1000))
 CALIBRATORS = ("TemperatureScaling", "StructuredScaling", "SplineScaling", "AutoCalibrator")
@@ -33,6 +35,8 @@ def cases(copy: float) -> Iterator[Case]:
         for name in ("smoothed", "probabilities"):
             label = f"{name}, {classes} classes, {dtype}"
             yield "focal_loss", label, functools.partial(soft_rows, name, classes, dtype, copy)
+    for classes, dtype in itertools.product((32000, 1000), (torch.bfloat16, torch.float32)):
+        yield "focal_loss", f"extras, {classes} classes, {dtype}", functools.partial(extras_rows, classes, dtype, copy)
     for n, classes in FITS:
         yield "fit", f"{n}x{classes}", functools.partial(fit_rows, n, classes)
     for dtype in (torch.bfloat16, torch.float32):
@@ -121,6 +125,33 @@ def soft_rows(kind: str, classes: int, dtype: torch.dtype, copy: float) -> Itera
     reads = 3 if kind == "smoothed" else 5
     case = f"{kind}, forward+backward {len(logits)}x{classes}"
     yield from timed("focal_loss", case, dtype, steps(functions, logits), reads * logits.nbytes, copy, None, True)
+
+
+def extras_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]:
+    """Statistics of the rows from the same step, and the z-loss."""
+    logits, target = data(classes, dtype)
+    plain = functools.partial(fk.focal_loss, gamma=GAMMA)
+    with_z = functools.partial(plain, z_loss=Z_LOSS)
+
+    def with_statistics(z: Tensor, y: Tensor) -> Tensor:
+        return plain(z, y, return_stats=True).loss
+
+    def formula(z: Tensor, y: Tensor) -> Tensor:
+        return composite(z, y) + Z_LOSS * z.float().logsumexp(1).square().mean()
+
+    rows = len(logits)
+    for name, ours, more in (
+        ("statistics", with_statistics, {}),
+        ("z-loss", with_z, {"composite, compiled": (compiled(formula), target)}),
+    ):
+        functions: dict[str, tuple[Loss | str, Any]] = {
+            "focalkern": (ours, target),
+            "focalkern, without": (plain, target),
+        }
+        case = f"{name}, forward+backward {rows}x{classes}"
+        yield from timed(
+            "focal_loss", case, dtype, steps(functions | more, logits), 3 * logits.nbytes, copy, None, bool(more)
+        )
 
 
 def sigmoid_rows(name: str, ours: Loss, published: Loss, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]:
