@@ -358,10 +358,11 @@ def _curve(coefficients: Tensor, piece: Tensor, s: Tensor) -> Tensor:
 
 def _plus(scores: Tensor, x: Tensor, of_x: Tensor | None, *terms: Tensor | None) -> Tensor:
     if of_x is not None:
+        of_x = of_x.to(x.device)
         scores += of_x * x if of_x.dim() == 1 else x @ of_x.T
     for term in terms:
         if term is not None:
-            scores += term
+            scores += term.to(x.device)
     return scores
 
 
