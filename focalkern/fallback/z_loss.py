@@ -31,26 +31,22 @@ def z_loss(
         coefficient: c.
         lse: [N], the log-sum-exp of each row; needed on CUDA with ``soft``.
     """
+    class_dim = min(input.dim() - 1, 1)
+    if not input.is_cpu:
+        return _on_device(loss, saved, input.shape[class_dim], target, weight, soft, reduction, coefficient, lse)
     first, second, third = saved[:-1].double().view(3, -1).unbind()
     counts, row_weight = torch.ones_like(first, dtype=torch.bool), torch.ones_like(first)
-    class_dim, label = min(input.dim() - 1, 1), None
+    label = None
     if not target.is_floating_point():
         counts = target != ignore_index
         label = torch.where(counts, target, 0).long()
-        if not input.is_cpu:  # no error for a label out of range: the loss of its row is NaN
-            label = label.clamp(0, input.shape[class_dim] - 1)
         counts = counts.reshape(-1)
         if weight is not None:
             row_weight = weight.double()[label.reshape(-1)]
-    if not input.is_cpu:
-        lse = first + second if lse is None else lse.double()
-        # The backward pass of labels without smoothing multiplies with the weight.
-        of_lse = torch.where(counts, 2.0 * coefficient * (row_weight * lse if soft else lse), 0.0)
-        edited = torch.cat([saved[:-1], of_lse.to(saved.dtype), saved[-1:]])
-    elif soft or label is None:
+    if soft or label is None:
         lse = first + second.log1p()
         edited = _edited(saved, counts, second, third + 2.0 * coefficient * row_weight * lse)
-    else:
+    else:  # the backward pass multiplies with the weight
         z_y = input.gather(class_dim, label.unsqueeze(class_dim)).reshape(-1).double()
         of_label = (z_y - first).exp()
         lse = first + ((of_label - 1.0) - third).log1p()
@@ -64,12 +60,45 @@ def z_loss(
             total = torch.where(total.abs() < 1e-30, 1e-30, total)
         edited = _edited(saved, counts, total, (second * third + of_lse * of_label) / total)
     terms = torch.where(counts, coefficient * row_weight * lse.square(), 0.0)
-    if REDUCTIONS[reduction] == "none":
-        return (loss + terms.reshape(loss.shape)).to(loss.dtype), edited
-    extra = terms.sum() / saved[-1] if REDUCTIONS[reduction] == "mean" else terms.sum()
-    return (loss + extra).to(loss.dtype), edited
+    return _sum(loss, terms, saved, reduction), edited
 
 
 def _edited(saved: Tensor, counts: Tensor, second: Tensor, third: Tensor) -> Tensor:
     numbers = [torch.where(counts, number, 0.0).to(saved.dtype) for number in (second, third)]
     return torch.cat([saved[: len(counts)], *numbers, saved[-1:]])
+
+
+def _on_device(
+    loss: Tensor,
+    saved: Tensor,
+    classes: int,
+    target: Tensor,
+    weight: Tensor | None,
+    soft: bool,
+    reduction: int,
+    coefficient: float,
+    lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same on CUDA, in few operations: each is a launch. Ignored rows have a log-sum-exp of 0."""
+    if lse is None:
+        rows = saved.numel() // 3
+        lse = saved[:rows] + saved[rows : 2 * rows]
+    lse = lse.to(saved.dtype)
+    slope = lse
+    if weight is not None and not target.is_floating_point():
+        # No error for a label out of range: the loss of its row is NaN.
+        weighted = lse * weight.to(lse.dtype)[target.reshape(-1).long().clamp(0, classes - 1)]
+        slope = weighted if soft else lse  # the backward pass of labels without smoothing multiplies with the weight
+        terms = coefficient * weighted * lse
+    else:
+        terms = coefficient * lse.square()
+    edited = torch.cat([saved[:-1], 2.0 * coefficient * slope, saved[-1:]])
+    return _sum(loss, terms, saved, reduction), edited
+
+
+def _sum(loss: Tensor, terms: Tensor, saved: Tensor, reduction: int) -> Tensor:
+    """The loss with a term per row, reduced like it."""
+    if REDUCTIONS[reduction] == "none":
+        return (loss + terms.reshape(loss.shape)).to(loss.dtype)
+    total = terms.sum(dtype=torch.float64)
+    return (loss + (total / saved[-1] if REDUCTIONS[reduction] == "mean" else total)).to(loss.dtype)
