@@ -36,8 +36,7 @@ CPU = (
     "cpu/sigmoid_loss.cpp",
 )
 CUDA = tuple(
-    f"cuda/{name}.cu"
-    for name in ("focal_loss", "row_loss", "row_loss_soft", "sigmoid_loss_strided", "sigmoid_loss_vectorized")
+    f"cuda/{path.name}" for op in ("focal_loss", "row_loss", "sigmoid_loss") for path in sources(f"cuda/{op}*.cu")
 )
 
 
