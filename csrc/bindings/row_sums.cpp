@@ -38,9 +38,9 @@ RowStatistics checked_row_statistics(const Tensor& given, const Tensor& given_ta
   const int64_t n = input.size(0);
   const auto type = target.scalar_type();
   check_same_device(op, "target", target, input);
-  TORCH_CHECK_VALUE((type == at::kLong || type == at::kInt || type == at::kByte) &&
-                        target.sizes() == at::IntArrayRef({n}),
-                    op, ": target must be int64, int32 or uint8 labels [N] = [", n, "], got ", type, " ", target.sizes());
+  TORCH_CHECK_VALUE(
+      (type == at::kLong || type == at::kInt || type == at::kByte) && target.sizes() == at::IntArrayRef({n}), op,
+      ": target must be int64, int32 or uint8 labels [N] = [", n, "], got ", type, " ", target.sizes());
   const RowStatistics found = empty_row_statistics(input, n);
   std::apply([&](const auto&... results) { row_statistics<Interface>(input, target, ignore_index, results...); },
              found);
