@@ -7,6 +7,8 @@ from tools.cuda.cases.common import DTYPES, LABELS, NAN, assert_near, real_of
 from tools.cuda.cases.focal_loss import ALONE, labels_for, run_focal_loss
 from tools.cuda.cases.row_loss import SPECS, number, shares_for
 
+OTHERS = [(name, torch.float32) for name in SPECS if name != "focal"]
+
 
 def expected_statistics(logits, target, ignore_index):
     """Of contiguous rows, in float64."""
@@ -56,8 +58,7 @@ def check_statistics(library, logits, target, *, kind, ignore_index=-100, **opti
 
 
 # Classes around each threshold between the ways of sharing a row, and rows of several tiles.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [None, *SPECS])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, dtype) for name in (None, "focal") for dtype in DTYPES), *OTHERS])
 def test_row_statistics(library, name, dtype):
     kind = ALONE if name is None else number(name)
     for rows, classes in ((1, 1), (33, 3), (257, 10), (40, 129), (9, 513), (3, 4099)):
@@ -124,11 +125,10 @@ def test_row_statistics_of_nothing(library):
 
 
 # As for the z-loss: labels, smoothing with one read and with two, class probabilities; short and long rows, pixels.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "dtype"), [("focal", torch.float32), ("focal", torch.float64), *OTHERS])
 def test_a_term_in_the_log_sum_exp(library, name, dtype):
     soft = [{"label_smoothing": 0.1}, {"label_smoothing": 0.1, "gamma": 1.5}, {}] if SPECS[name].soft_target else []
-    for shape in ((40, 5), (40, 12), (33, 100), (9, 1000), (2, 20000), (2, 7, 6)):
+    for shape in ((40, 5), (33, 100), (5, 1000), (2, 9000), (2, 7, 6)):
         logits = (3 * torch.randn(shape)).to(dtype)
         rows, classes = logits.numel() // shape[1], shape[1]
         target = labels_for(logits)
