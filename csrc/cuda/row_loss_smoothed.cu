@@ -19,7 +19,7 @@ namespace focalkern::cuda {
 namespace {
 
 template <typename Scalar>
-constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : 4;
+constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : kMostBlocks;
 
 // The classes of a row with their own formulas: the label and the largest one.
 template <typename Scalar, int kGamma>

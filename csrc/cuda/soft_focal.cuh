@@ -16,6 +16,13 @@ int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<com
 template <typename Scalar>
 int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream);
 
+// Blocks per multiprocessor. More would spill registers; only the code for sm_90 has enough for four.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr int kMostBlocks = 4;
+#else
+constexpr int kMostBlocks = 3;
+#endif
+
 // Whether gamma is the number 0, 1 or 2.
 template <typename Scalar>
 bool has_small_gamma(const RowLossArgs<Scalar>& args) {
