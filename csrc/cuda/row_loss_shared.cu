@@ -20,10 +20,9 @@
 namespace focalkern::cuda {
 namespace {
 
-// More would spill registers.
 template <typename Scalar>
 constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double)  ? 1
-                              : sizeof(Scalar) == sizeof(float) ? 4
+                              : sizeof(Scalar) == sizeof(float) ? kMostBlocks
                                                                 : 3;
 
 template <typename Real>
@@ -99,7 +98,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_ba
       continue;
     }
     const Shares<Scalar> shares(args, row);
-    const int top = static_cast<int>(number_as_class(args.saved[row.row]));
+    const int top = saved_class(args, row.row);
     const Real max = row.z(top), log_s = args.saved[args.rows + row.row];
     const Real others = args.saved[2 * args.rows + row.row];
     const bool detached = args.detach_modulation;

@@ -27,6 +27,14 @@ __device__ __forceinline__ compute_t<Scalar> row_weight(const RowLossArgs<Scalar
   return group.sum(mean);
 }
 
+// The largest class, where the first saved number is a class (row_loss_shared.cu). Other numbers give another class of
+// the row.
+template <typename Scalar>
+__device__ __forceinline__ int saved_class(const RowLossArgs<Scalar>& args, int64_t row) {
+  const auto found = number_as_class(args.saved[row]);
+  return found >= 0 && found < args.classes ? static_cast<int>(found) : 0;
+}
+
 // The numbers that all classes of a row use.
 template <typename Scalar>
 struct SoftRow {

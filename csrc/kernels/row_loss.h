@@ -66,7 +66,8 @@ struct RowLossArgs {
   // target; log sum_j exp(z_j - m); log u of the target (labels without smoothing), log u of the largest class
   // (otherwise), or a sum of squares; and, for some losses, the special class. On the CPU, the focal loss of labels
   // saves other numbers (cpu/row_loss/epilogue_focal.h), and so do class probabilities and label smoothing
-  // (cpu/row_loss/soft_targets.h).
+  // (cpu/row_loss/soft_targets.h); on CUDA those of the focal loss for gamma = 0, 1 and 2 (cuda/row_loss_smoothed.cu,
+  // cuda/row_loss_shared.cu).
   Real* saved;  // [kSavedNumbers, rows]
 };
 
@@ -92,8 +93,8 @@ struct RowLossBackward : RowLossArgs<Scalar> {
   RowLayout grad_layout;
   Real* grad_target;  // [rows, classes] in `target_layout`, or null
   Real* grad_gamma;   // [rows], or null
-  // [rows], or null: k of a term whose gradient in the logits is k p_j times that of the row's loss, only on CUDA. It
-  // is saved after the numbers of the row.
+  // [rows], or null: k of a term whose gradient in the logits is k p_j times that of the loss of the row, class weight
+  // included for labels without smoothing; only on CUDA. It is saved after the numbers of all rows.
   const Real* lse_slope;
   bool first_is_class;  // the first saved number is the largest class; a launcher of CUDA sets it (row_loss_shared.cu)
 };

@@ -140,14 +140,15 @@ def focal_loss(
             negative gamma in a tensor or a table makes the loss NaN.
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
             2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). The mean weights it as the
-            loss of its row; for an ignored row it is 0. On the CPU the passes of the loss compute it, and it adds a few
-            operations per row. On other devices, and for labels with ``modulation``, operations for slices of the
-            classes compute both terms in one pass over the logits, forward and backward; for smoothing and class
-            probabilities on other devices, and under torch.func, the z-loss takes one more pass each.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. On the CPU the forward pass of
-            contiguous [N, C] computes both in one read of the logits.
-            Otherwise the statistics read the logits once more, on the CPU by a kernel, on other devices by torch
-            operations in blocks. Logits [N, C, d1, ...] are copied first.
+            loss of its row; for an ignored row it is 0. On the CPU and CUDA the passes of the loss compute it, and it
+            adds a few operations per row; on CUDA smoothing and class probabilities take one more read, forward. On
+            other devices, and on the CPU for labels with ``modulation``, operations for slices of the classes compute
+            both terms in one pass over the logits, forward and backward; for smoothing and class probabilities on
+            other devices, and under torch.func, the z-loss takes one more pass each.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. The forward pass computes both in one
+            read of the logits: on the CPU for contiguous [N, C], on CUDA without smoothing. Otherwise a kernel reads
+            the logits once more; on the CPU, [N, C, d1, ...] are copied first. On other devices torch operations in
+            blocks do both.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under

@@ -153,7 +153,7 @@ def _check_backward(
     # On CUDA a number per row may precede the divisor: RowLossBackward in csrc/kernels/row_loss.h.
     more = math.prod(_loss_shape(inputs.input)) if inputs.input.is_cuda else 0
     if (
-        saved[0].shape not in (like.shape, (len(like) + more,))
+        saved[0].shape not in (like.shape, (like.numel() + more,))
         or saved[0].dtype != like.dtype
         or not saved[0].is_contiguous()
     ):

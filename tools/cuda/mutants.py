@@ -72,13 +72,19 @@ CASES = {
 # Files that are compiled again if a header changes: together they use all of it.
 COMPILED = {
     "common.cuh": ("focal_loss.cu", "row_loss.cu", "row_loss_soft.cu"),
-    "row_groups.cuh": ("row_loss.cu", "row_loss_soft.cu", "row_statistics.cu"),
-    "row_loss_numbers.cuh": ("row_loss.cu",),
+    "row_groups.cuh": (
+        "row_loss.cu",
+        "row_loss_soft.cu",
+        "row_loss_smoothed.cu",
+        "row_loss_shared.cu",
+        "row_statistics.cu",
+    ),
+    "row_loss_numbers.cuh": ("row_loss.cu", "row_statistics.cu"),
     "shared_row.cuh": ("row_loss_shared.cu",),
     "smoothed_row.cuh": ("row_loss_smoothed.cu", "row_loss_shared.cu"),
     "soft_focal.cuh": ("row_loss_smoothed.cu", "row_loss_shared.cu"),
-    "soft_row.cuh": ("row_loss_soft.cu",),
-    "soft_shares.cuh": ("row_loss_soft.cu",),
+    "soft_row.cuh": ("row_loss_soft.cu", "row_loss_smoothed.cu", "row_loss_shared.cu"),
+    "soft_shares.cuh": ("row_loss_soft.cu", "row_loss_shared.cu"),
     "row_loss.cuh": ("focal_loss.cu", "row_loss.cu", "row_loss_soft.cu"),
     "grid_sum.cuh": ("focal_loss.cu",),
     "focal_loss_row.cuh": ("focal_loss.cu",),
