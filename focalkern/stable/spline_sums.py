@@ -204,4 +204,10 @@ def _curve(
     check_curve(op, input, knots, basis, values, *vectors)
     device, terms = input.device, basis.to(_WIDE).contiguous()
     of_classes = [None if tensor is None else _wide(tensor, device) for tensor in vectors]
-    return [_wide(knots, device), _wide(terms @ values.to(_WIDE), device), terms, *of_classes]
+    return [_wide(knots, device), _wide(_coefficients(terms, values.to(_WIDE)), device), terms, *of_classes]
+
+
+def _coefficients(basis: Tensor, values: Tensor) -> Tensor:
+    """basis @ values, added in the order of the compiled module: the results have the same bits."""
+    first, *others = (basis * values).unbind(-1)
+    return sum(others, start=first)
