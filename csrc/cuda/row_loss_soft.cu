@@ -122,7 +122,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     Real max = 0, log_s = 0, log_u = 0, given = 0;
     if (row.is_live) {
       max = args.saved[row.row];
-      if (args.first_is_class) max = row.z(saved_class(args, row.row));
+      if (args.first_is_class) max = row.z(static_cast<int>(number_as_class(max)));
       log_s = args.saved[args.rows + row.row];
       // Other kernels may have saved another third number (row_loss_smoothed.cu, row_loss_shared.cu).
       log_u = logarithm(exponential_minus_one(log_s)) - log_s;
