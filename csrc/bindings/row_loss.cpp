@@ -292,9 +292,7 @@ std::optional<std::tuple<Tensor, Tensor, RowStatistics>> row_loss_with_statistic
   const Tensor gamma = set_gamma(number_or_tensor, options);
   const pybind11::gil_scoped_release release;
   const Inputs inputs{input, target, gamma, edges, weight};
-  const bool rows_follow = (input.dim() == 1 || input.dim() == 2) && input.is_contiguous();
-  if (!(input.is_cuda() || rows_follow) || is_soft_target(target) || needs_composite({&input, &target, &gamma}) ||
-      !is_direct(inputs, /*grad=*/{})) {
+  if (is_soft_target(target) || needs_composite({&input, &target, &gamma}) || !is_direct(inputs, /*grad=*/{})) {
     return std::nullopt;
   }
   check_arguments(inputs, options);

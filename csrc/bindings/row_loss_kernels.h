@@ -64,7 +64,7 @@ struct Cpu {
             }
           }
           if (of_rows) {  // the loss then reads the chunk from the cache
-            const Rows<Scalar> rows{args.rows, args.classes, args.logits};
+            const Rows<Scalar> rows{args.rows, args.classes, args.logits, args.layout};
             cpu::row_statistics(rows, args.labels, args.ignore_index, *of_rows, row, end_row);
           }
           chunks[i] = cpu::row_loss_forward<Loss>(args, row, end_row);

@@ -8,11 +8,15 @@
 
 namespace focalkern::bindings {
 
+inline RowLayout contiguous_rows(int64_t rows, int64_t classes) { return {std::max<int64_t>(1, rows), 0, classes, 1}; }
+
 // Calls f with the rows of input [N, C], checked and contiguous, and the bounds of a run of them.
 template <typename Torch, typename Scalar, typename Function>
 void over_rows(const typename Torch::Tensor& input, Function f) {
   constexpr int64_t kLogitsPerTask = 16384;
-  const Rows<Scalar> rows{input.size(0), input.size(1), static_cast<const Scalar*>(input.const_data_ptr())};
+  const int64_t count = input.size(0), classes = input.size(1);
+  const auto* const logits = static_cast<const Scalar*>(input.const_data_ptr());
+  const Rows<Scalar> rows{count, classes, logits, contiguous_rows(count, classes)};
   Torch::parallel_for(0, rows.count, std::max<int64_t>(1, kLogitsPerTask / rows.classes),
                       [&](int64_t begin, int64_t end) { f(rows, begin, end); });
 }
@@ -62,7 +66,7 @@ void row_statistics(const typename Torch::Tensor& input, const typename Torch::T
       args.rows = input.size(0);
       args.classes = input.size(1);
       args.logits = static_cast<const Scalar*>(input.const_data_ptr());
-      args.layout = {std::max<int64_t>(1, args.rows), 0, args.classes, 1};
+      args.layout = contiguous_rows(args.rows, args.classes);
       args.labels = labels;
       args.ignore_index = ignore_index;
       return Torch::CudaScope::check("row_statistics", cuda::row_statistics(args, result, scope.stream()));

@@ -1,14 +1,17 @@
 // Sums over the classes of each row (math/row_sums.h): logits [rows, classes] -> largest, rest, fall and index [rows],
 // or the statistics of the row for a trainer's log.
 //
-// A row is read once, in blocks that fit the first-level cache: each block is read for its largest logit and for its
-// sums, and the part with the largest logit for its first class. The sums of the blocks are added in double.
+// A row of adjacent classes is read once, in blocks that fit the first-level cache: each block is read for its largest
+// logit and for its sums, and the part with the largest logit for its first class. The sums of the blocks are added in
+// double. Adjacent rows (pixels) take a vector of rows at a time, and two reads of a tile of rows.
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "cpu/row_loss/across_rows_lanes.h"
 #include "cpu/row_loss/along_classes.h"
+#include "cpu/row_loss/plan.h"
 #include "cpu/simd/dispatch.h"
 #include "cpu/simd/math.h"
 #include "cpu/simd/vector.h"
@@ -88,9 +91,9 @@ FK_HOST_DEVICE int64_t first_in_part(const Scalar* z, int64_t begin, int64_t end
 }
 
 template <typename Scalar>
-bool any_nan(const Scalar* z, int64_t classes) {
+bool any_nan(const Scalar* z, int64_t classes, int64_t stride = 1) {
   for (int64_t c = 0; c < classes; ++c) {
-    if (std::isnan(load_as_compute(z[c]))) return true;
+    if (std::isnan(load_as_compute(z[c * stride]))) return true;
   }
   return false;
 }
@@ -159,27 +162,116 @@ RowSums sums_of_long_row(const Scalar* z, int64_t classes) {
   return total;
 }
 
-// The sums of at most kTileRows rows.
+// The sums of a tile of adjacent rows.
+template <typename Real>
+struct alignas(64) AdjacentSums {
+  Real largest[kTileRows], rest[kTileRows], fall[kTileRows];
+  label_int<Real> index[kTileRows];
+  Real most[16];  // -kExpZero in each lane, in memory because gcc emits no min instruction for a constant
+
+  AdjacentSums() { std::fill_n(most, 16, -kExpZero<Real>); }
+};
+
+// Adjacent rows, with classes that are `stride` apart.
+template <typename Scalar>
+struct SumsOfAdjacentRows {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+
+  template <int64_t bytes>
+  static FK_HOST_DEVICE void run(const Scalar* z, int64_t stride, int64_t classes, int64_t n_rows,
+                                 AdjacentSums<Real>& sums) {
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    if (n_rows < n) {
+      for (int64_t r = 0; r < n_rows; ++r) of_lanes<1>(z, stride, classes, r, sums);
+      return;
+    }
+    for (int64_t r = 0; r < n_rows; r += n) of_lanes<n>(z, stride, classes, std::min(r, n_rows - n), sums);
+  }
+
+ private:
+  template <int64_t n>
+  static FK_HOST_DEVICE void of_lanes(const Scalar* z, int64_t stride, int64_t classes, int64_t row,
+                                      AdjacentSums<Real>& sums) {
+    using Reals = simd_t<Real, n>;
+    using Ints = simd_t<Int, n>;
+    const Int n_classes = static_cast<Int>(classes);
+    const Reals most = load_simd<Reals>(sums.most);
+    Reals largest = -std::numeric_limits<Real>::infinity() - Reals{};
+    Ints index{};
+    const Scalar* column = z + row;
+#pragma GCC unroll 2
+    for (Int c = 0; c < n_classes; ++c, column += stride) {
+      const Reals v = load_simd<Reals>(column);
+      index = v > largest ? Ints{} + c : index;
+      largest = v > largest ? v : largest;
+    }
+    column = z + row;
+    CompensatedSum<Reals> rest, fall;
+    for (Int c = 0; c < n_classes;) {
+      // The sum has parts: in a long run of equal terms, all rounding errors would have the same sign.
+      const Int stop = n_classes - c < Int(kPart) ? n_classes : c + Int(kPart);
+      Reals part_rest{}, part_fall{};
+#pragma GCC unroll 2
+      for (; c < stop; ++c, column += stride) {
+        prefetch(column + kTileRows);  // the same class of the next tile
+        const Reals below = largest - load_simd<Reals>(column);
+        const Reals bounded = below > most ? most : below;  // -inf must not make 0 * inf
+        const ScaledExponential<Reals> e = scaled_exponential(-bounded);
+        part_fall += (e.mantissa * e.scale) * bounded;
+        part_rest += e.mantissa * (index == Ints{} + c ? Reals{} : e.scale);
+      }
+      rest.add(part_rest);
+      fall.add(part_fall);
+    }
+    store_simd(largest, sums.largest + row);
+    store_simd(Reals(rest.sum + (largest - largest)), sums.rest + row);  // NaN for a logit of infinity
+    store_simd(fall.sum, sums.fall + row);
+    store_simd(index, sums.index + row);
+  }
+};
+
+template <typename Scalar>
+void sums_of_adjacent_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t n_rows, RowSums* sums) {
+  AdjacentSums<compute_t<Scalar>> tile;
+  run_in_widest<SumsOfAdjacentRows<Scalar>>(z, stride, classes, n_rows, tile);
+  for (int64_t r = 0; r < n_rows; ++r) {
+    sums[r] = {static_cast<double>(tile.largest[r]), static_cast<double>(tile.rest[r]),
+               static_cast<double>(tile.fall[r]), tile.index[r]};
+    if (sums[r].largest == -std::numeric_limits<double>::infinity() && !any_nan(z + r, classes, stride)) {
+      sums[r].rest = sums[r].fall = 0;
+    }
+  }
+}
+
+// Rows of a tile: the distance between them is that of one run.
+inline int64_t rows_of_tile(const RowLayout& layout, int64_t begin, int64_t end) {
+  return std::min({kTileRows, end - begin, layout.inner - begin % layout.inner});
+}
+
+// The sums of the rows of a tile.
 template <typename Scalar>
 void sums_of_tile(const Rows<Scalar>& rows, int64_t begin, int64_t n_rows, RowSums* sums) {
-  const int64_t classes = rows.classes;
-  const Scalar* z = rows.logits + begin * classes;
-  if (classes < kWidestGroup<Scalar>) {
+  const int64_t classes = rows.classes, stride = rows.layout.inner_stride, class_stride = rows.layout.class_stride;
+  const Scalar* z = rows.logits + rows.layout.row_offset(begin);
+  if (is_across_rows(rows.layout, classes)) {
+    sums_of_adjacent_rows(z, class_stride, classes, n_rows, sums);
+  } else if (classes < kWidestGroup<Scalar>) {
     Scalar padded[kTileRows * kWidestGroup<Scalar>];
     constexpr auto kNoLogit = -std::numeric_limits<compute_t<Scalar>>::infinity();
     std::fill_n(padded, n_rows * kWidestGroup<Scalar>, Store<Scalar>::from_compute(kNoLogit));
     for (int64_t r = 0; r < n_rows; ++r) {
-      for (int64_t c = 0; c < classes; ++c) padded[r * kWidestGroup<Scalar> + c] = z[r * classes + c];
+      for (int64_t c = 0; c < classes; ++c) padded[r * kWidestGroup<Scalar> + c] = z[r * stride + c];
     }
     run_in_widest<SumsOfBlocks<Scalar>>(&padded[0], kWidestGroup<Scalar>, n_rows, kWidestGroup<Scalar>, sums);
   } else if (classes < kBlock + kWidestGroup<Scalar>) {
-    run_in_widest<SumsOfBlocks<Scalar>>(z, classes, n_rows, classes, sums);
+    run_in_widest<SumsOfBlocks<Scalar>>(z, stride, n_rows, classes, sums);
   } else {
-    for (int64_t r = 0; r < n_rows; ++r) sums[r] = sums_of_long_row(z + r * classes, classes);
+    for (int64_t r = 0; r < n_rows; ++r) sums[r] = sums_of_long_row(z + r * stride, classes);
   }
   for (int64_t r = 0; r < n_rows; ++r) {
     // A logit of infinity makes the sums NaN, too.
-    if (std::isnan(sums[r].rest) && any_nan(z + r * classes, classes)) {
+    if (std::isnan(sums[r].rest) && any_nan(z + r * stride, classes, class_stride)) {
       sums[r].largest = std::numeric_limits<double>::quiet_NaN();
       sums[r].index = 0;
     }
@@ -217,8 +309,8 @@ FK_VECTOR_CLONES void finish_statistics(int64_t n_rows, StatisticsTile& tile) {
 template <typename Scalar>
 void row_sums(const Rows<Scalar>& rows, const RowSumsResult& result, int64_t row_begin, int64_t row_end) {
   RowSums sums[kTileRows];
-  for (int64_t begin = row_begin; begin < row_end; begin += kTileRows) {
-    const int64_t n = std::min(kTileRows, row_end - begin);
+  for (int64_t begin = row_begin, n; begin < row_end; begin += n) {
+    n = rows_of_tile(rows.layout, begin, row_end);
     sums_of_tile(rows, begin, n, sums);
     for (int64_t r = 0; r < n; ++r) {
       result.largest[begin + r] = sums[r].largest;
@@ -234,28 +326,33 @@ void row_statistics(const Rows<Scalar>& rows, const Labels& labels, int64_t igno
                     const RowStatisticsResult<compute_t<Scalar>>& result, int64_t row_begin, int64_t row_end,
                     const TargetSums<compute_t<Scalar>>* sums_of_loss) {
   using Real = compute_t<Scalar>;
+  const RowLayout& layout = rows.layout;
+  const bool across = is_across_rows(layout, rows.classes);
   StatisticsTile tile{};
   RowSums of_rows[kTileRows];
-  for (int64_t begin = row_begin; begin < row_end; begin += kTileRows) {
-    const int64_t n = std::min(kTileRows, row_end - begin);
+  for (int64_t begin = row_begin, n; begin < row_end; begin += n) {
+    n = rows_of_tile(layout, begin, row_end);
     for (int64_t first = 0, end; first < n; first = end) {  // runs of rows that count, or that do not
-      const bool counts = labels[begin + first] != ignore_index;
-      for (end = first + 1; end < n && (labels[begin + end] != ignore_index) == counts;) ++end;
+      // A vector of adjacent rows takes ignored ones with it.
+      const bool counts = across || labels[begin + first] != ignore_index;
+      for (end = across ? n : first + 1; end < n && (labels[begin + end] != ignore_index) == counts;) ++end;
       if (counts) {
         sums_of_tile(rows, begin + first, end - first, of_rows + first);
       } else {
         std::fill(of_rows + first, of_rows + end, RowSums{});
       }
     }
+    const Scalar* const z = rows.logits + layout.row_offset(begin);
     for (int64_t r = 0; r < n; ++r) {
       const int64_t row = begin + r, label = labels[row];
       const bool counts = label != ignore_index, is_class = label >= 0 && label < rows.classes;
-      const RowSums& sums = of_rows[r];
+      const RowSums sums = counts ? of_rows[r] : RowSums{};
       tile.largest[r] = sums.largest;
       tile.rest[r] = sums.rest;
       tile.fall[r] = sums.fall;
+      const Scalar logit = z[r * layout.inner_stride + (is_class ? label * layout.class_stride : 0)];
       tile.target[r] = !counts    ? 0
-                       : is_class ? static_cast<double>(load_as_compute(rows.logits[row * rows.classes + label]))
+                       : is_class ? static_cast<double>(load_as_compute(logit))
                                   : std::numeric_limits<double>::quiet_NaN();
       const int64_t predicted = counts && !std::isnan(sums.largest) ? sums.index : -1;
       result.predicted[row] = predicted;

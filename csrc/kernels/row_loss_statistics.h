@@ -13,7 +13,7 @@ inline constexpr bool kHasStatistics = Loss::kSpecialClass == SpecialClass::kNon
 
 namespace cpu {
 
-// As row_loss_forward, for labels without smoothing, contiguous rows, and losses with kHasStatistics.
+// As row_loss_forward, for labels without smoothing and losses with kHasStatistics.
 template <typename Loss, typename Scalar>
 RowLossSums row_loss_with_statistics(const RowLossForward<Scalar>& args,
                                      const RowStatisticsResult<compute_t<Scalar>>& statistics, int64_t row_begin,

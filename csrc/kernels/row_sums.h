@@ -10,7 +10,8 @@ template <typename Scalar>
 struct Rows {
   int64_t count;
   int64_t classes;       // at least 1
-  const Scalar* logits;  // [count, classes], contiguous
+  const Scalar* logits;  // [count, classes] in `layout`
+  RowLayout layout;
 };
 
 // All [rows].

@@ -1,8 +1,8 @@
 """focal_loss with z_loss or return_stats on one process.
 
-The forward pass of labels gives the statistics too, on the CPU where rows follow each other, on CUDA without smoothing.
-Otherwise they come from one more read of the logits (:mod:`focalkern.ops.row_sums`). The kernels of the loss compute
-the z-loss, too (:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the
+The forward pass of labels gives the statistics too. Plain torch, compiled graphs, the stable module, and CUDA kernels
+with label smoothing take one more read of the logits for them (:mod:`focalkern.ops.row_sums`). The kernels of the loss
+compute the z-loss, too (:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the
 loss over ranks, with one process as the only rank, and other z-losses are added to the loss of the kernel or of plain
 torch; torch.func, forward-mode derivatives and devices without float64 take this sum in torch operations.
 """

@@ -146,9 +146,8 @@ def focal_loss(
             both terms in one pass over the logits, forward and backward; for smoothing and class probabilities on
             other devices, and under torch.func, the z-loss takes one more pass each.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. The forward pass computes both in one
-            read of the logits: on the CPU for contiguous [N, C], on CUDA without smoothing. Otherwise a kernel reads
-            the logits once more; on the CPU, [N, C, d1, ...] are copied first. On other devices torch operations in
-            blocks do both.
+            read of the logits; on CUDA with smoothing a kernel reads them once more. On other devices torch operations
+            in blocks do both.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under

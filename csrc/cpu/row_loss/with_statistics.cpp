@@ -18,7 +18,7 @@ RowLossSums row_loss_with_statistics(const RowLossForward<Scalar>& args,
                                      const RowStatisticsResult<compute_t<Scalar>>& statistics, int64_t row_begin,
                                      int64_t row_end) {
   using Real = compute_t<Scalar>;
-  const Rows<Scalar> rows{args.rows, args.classes, args.logits};
+  const Rows<Scalar> rows{args.rows, args.classes, args.logits, args.layout};
   Tile<Real> tile;
   const TargetSums<Real> sums_of_loss{tile.shift, tile.sum_exp_others, tile.target_logit};
   if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
