@@ -111,13 +111,14 @@ def chunks_over_ranks(
         here, some, per_row = split.at(where), shares.at(where), row_weights[where]
         _cap_(z, options.softcap)
         statistic: RowStatistics | None = None
+        sums: tuple[Tensor, Tensor] | None = None
         if state is None:
-            sums = row_sums(z) if options.return_stats else None
             if terms is not None:
-                losses[where], soft_rows, of_gamma[where] = soft_losses(z, here, some, terms.at(where), z_loss)
+                losses[where], soft_rows, of_gamma[where], sums = soft_losses(z, here, some, terms.at(where), z_loss)
                 result[:, where] = torch.stack(soft_rows)
-                statistic = label_statistics(z, here, soft_rows) if sums is not None else None
+                statistic = label_statistics(z, here, soft_rows) if options.return_stats else None
             else:
+                sums = row_sums(z) if options.return_stats else None
                 statistic = statistics(z, here, sums)
                 of_row = gamma if gamma is None or gamma.dim() == 0 else gamma[where]
                 loss, slope, rise = slopes(statistic.margin, of_row, settings)
@@ -125,7 +126,7 @@ def chunks_over_ranks(
                     loss = loss + z_loss * torch.where(here.counts, statistic.lse, 0.0).square()
                 losses[where], of_gamma[where] = loss * per_row, rise * per_row
                 result[:, where] = torch.stack([*statistic[:3], slope])
-            if statistic is not None and sums is not None:
+            if options.return_stats and statistic is not None and sums is not None:
                 stats[:, where] = packed_stats(sums, here, statistic)
         if not any(needed):
             continue

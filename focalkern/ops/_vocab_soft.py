@@ -5,8 +5,9 @@ L = sum_i w_i t_i l(p_i), and
 
     dL/dz_j = s_j - p_j G,    s_j = w_j t_j dl/dlog p_j,    G = sum_i s_i
 
-Every rank sums over its classes. Two reductions give the softmax of all classes (MAX of the largest logit, SUM of the
-exponentials of the others), and a third gives the loss, G and dL/dgamma. Each term l(p) is the loss of two classes with
+Every rank sums over its classes (:mod:`focalkern.ops.row_sums`, which also gives the statistics of the rows). Two
+reductions give the softmax of all classes (MAX of the largest logit, SUM of the exponentials of the others), and a
+third gives the loss, G and dL/dgamma. Each term l(p) is the loss of two classes with
 the logits (log p - log(1 - p), 0), in float64, block by block. For the largest class, 1 - p is the sum of the other
 probabilities, which does not cancel.
 """
@@ -23,6 +24,7 @@ from focalkern.ops._linear_chunks import blocks
 from focalkern.ops._row_kernels import Settings as KernelSettings
 from focalkern.ops._row_kernels import losses_of_margins
 from focalkern.ops._vocab_slices import RowStatistics, Settings, Split, refuse_second_derivatives
+from focalkern.ops.row_sums import row_sums
 
 __all__ = [
     "Shares",
@@ -111,9 +113,10 @@ class SoftRows(NamedTuple):
 
 def soft_losses(
     z: Tensor, split: Split, shares: Shares, terms: Terms, z_loss: float
-) -> tuple[Tensor, SoftRows, Tensor]:
-    """Losses, the numbers for the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk."""
-    rows = _softmax(z, split.group)
+) -> tuple[Tensor, SoftRows, Tensor, tuple[Tensor, Tensor]]:
+    """Losses, the numbers for the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk; and what
+    ``row_sums`` gives for it."""
+    rows, found = _softmax(z, split.group)
     if torch.compiler.is_compiling():
         sums = torch.ops.focalkern.vocab_soft_sums(z, *_flat(split, shares, rows, terms))
     else:
@@ -123,7 +126,7 @@ def soft_losses(
         lse = torch.where(split.counts, rows.top + rows.log_total, 0.0)
         losses = losses + z_loss * shares.row_weight * lse.square()
         slope_sum = slope_sum - 2 * z_loss * shares.row_weight * lse
-    return losses, SoftRows(*rows[:3], slope_sum), of_gamma
+    return losses, SoftRows(*rows[:3], slope_sum), of_gamma, found
 
 
 def _sums_of_slice(z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms) -> Tensor:
@@ -158,10 +161,11 @@ def label_statistics(z: Tensor, split: Split, rows: SoftRows) -> RowStatistics:
     return RowStatistics(rows.top, rows.log_total, log_u - log_p, rows.top + rows.log_total)
 
 
-def _softmax(z: Tensor, group: Any) -> SoftRows:
-    """The normalisation of the softmax over the classes of all ranks (``slope`` is 0)."""
-    local = torch.ops.focalkern.vocab_soft_softmax if torch.compiler.is_compiling() else _softmax_of_slice
-    top, rest = local(z)
+def _softmax(z: Tensor, group: Any) -> tuple[SoftRows, tuple[Tensor, Tensor]]:
+    """The normalisation of the softmax over the classes of all ranks (``slope`` is 0), and the sums of the slice."""
+    local = torch.ops.focalkern.vocab_soft_softmax if torch.compiler.is_compiling() else _sums_in_float64
+    sums_of_slice, index = local(z)
+    top, rest, _ = sums_of_slice
     largest = all_reduce(top.clone(), "max", group)
     # `rest` excludes this rank's largest logit. Add it to the others unless it is the largest of all ranks.
     scale = torch.where(top == -torch.inf, 0.0, (top - largest).exp())
@@ -170,21 +174,16 @@ def _softmax(z: Tensor, group: Any) -> SoftRows:
     others, holders = all_reduce(sums, "sum", group).unbind()
     others = others + (holders - 1.0)
     log_total = others.log1p()
-    return SoftRows(largest, log_total, others.log() - log_total, torch.zeros_like(top))
+    rows = SoftRows(largest, log_total, others.log() - log_total, torch.zeros_like(top))
+    return rows, (sums_of_slice, index)
 
 
-def _softmax_of_slice(z: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row, in float64: the largest logit, and the sum of exp(z_j - that) over the other classes."""
-    top = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
-    rest = torch.zeros_like(top)
-    for block in blocks(z) if z.shape[1] else ():
-        part = z[block].double()
-        top[block], where = part.max(1)
-        shifted = part - torch.where(top[block] == -torch.inf, 0.0, top[block]).unsqueeze(1)
-        # top * 0 carries a NaN into the sum, because a reduction by MAX may drop it.
-        rest[block] = shifted.scatter(1, where.unsqueeze(1), -torch.inf).exp().sum(1) + top[block] * 0.0
-        rest[block] = torch.where(top[block] == -torch.inf, 0.0, rest[block])
-    return top, rest
+def _sums_in_float64(z: Tensor) -> tuple[Tensor, Tensor]:
+    """``row_sums`` with terms in float64: for label smoothing near 1, p_j - t_j cancels."""
+    found = [row_sums(z[block].double()) for block in blocks(z)]
+    if not found:
+        return row_sums(z.double())
+    return torch.cat([sums for sums, _ in found], dim=1), torch.cat([index for _, index in found])
 
 
 def _terms(
@@ -225,30 +224,30 @@ def soft_losses_of_slices(
     split: Split,
     weight: Tensor | None,
     settings: Settings,
-) -> tuple[Tensor, SoftRows]:
-    """Losses [N] in float64 from this rank's slice of the logits, differentiable in logits, target and gamma; and the
-    softmax. ``gamma`` [] or [N] replaces the gamma of the settings."""
+) -> tuple[Tensor, SoftRows, tuple[Tensor, Tensor]]:
+    """Losses [N] in float64 from this rank's slice of the logits, differentiable in logits, target and gamma; the
+    softmax; and the ``row_sums`` of the slice. ``gamma`` [] or [N] replaces the gamma of the settings."""
     records = torch.is_grad_enabled()
     needs_target = records and target is not None and target.requires_grad
     shares = Shares.of(target, weight, logits.shape[1], split, needs_target)
     terms = Terms.of(settings, gamma, records and gamma is not None and gamma.requires_grad)
     # In single arguments, of which a compiled graph knows which are tensors.
     found = _SoftLosses.apply(logits, *shares, *terms, settings.op, settings.z_loss, *split)  # type: ignore[no-untyped-call]
-    return found[0], SoftRows(*found[1:])
+    return found[0], SoftRows(*found[1:5]), found[5:]
 
 
 class _SoftLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         shares, terms, (op, z_loss) = Shares(*arguments[:4]), Terms(*arguments[4:10]), arguments[10:12]
         split = Split(*arguments[12:])
-        losses, rows, of_gamma = soft_losses(logits, split, shares, terms, z_loss)
+        losses, rows, of_gamma, sums = soft_losses(logits, split, shares, terms, z_loss)
         ctx.save_for_backward(
             logits, shares.target, shares.weight, terms.gamma, terms.edges, of_gamma, *split[1:], *rows
         )
         ctx.op, ctx.needs_target, ctx.terms = op, shares.needs_target, tuple(terms[2:])
-        ctx.mark_non_differentiable(*rows)
-        return losses, rows.top, rows.log_total, rows.log_u_top, rows.slope
+        ctx.mark_non_differentiable(*rows, *sums)
+        return losses, *rows, *sums
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *unused: Tensor) -> Any:
@@ -296,13 +295,12 @@ def _unflat(*flat: Any) -> tuple[Split, Shares, SoftRows, Terms]:
 
 @torch.library.custom_op("focalkern::vocab_soft_softmax", mutates_args=())
 def _softmax_operator(z: Tensor) -> tuple[Tensor, Tensor]:
-    return _softmax_of_slice(z)
+    return _sums_in_float64(z)
 
 
 @_softmax_operator.register_fake
 def _(z: Tensor) -> tuple[Tensor, Tensor]:
-    rows = z.new_empty(z.shape[:1], dtype=torch.float64)
-    return rows, torch.empty_like(rows)
+    return z.new_empty(3, z.shape[0], dtype=torch.float64), z.new_empty(z.shape[:1], dtype=torch.int64)
 
 
 @torch.library.custom_op("focalkern::vocab_soft_sums", mutates_args=())

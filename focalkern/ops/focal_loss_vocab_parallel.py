@@ -133,8 +133,8 @@ def focal_loss_vocab_parallel(
         z_loss: c >= 0: adds c lse^2 to the loss of each row, with the log-sum-exp of all classes, as in
             :func:`focal_loss`; it needs no further reduction.
         return_stats: return the :class:`LossStats` of all classes too, the same on every rank. Labels only. The
-            forward pass computes both in one read of the slice, and reduces 24 more bytes per row. With
-            ``label_smoothing`` it reads the slice once more and reduces 32 more.
+            forward pass computes both without another read of the slice, and reduces 24 more bytes per row, with
+            ``label_smoothing`` 32.
 
     Returns:
         The loss, scalar or of the leading shape, in the dtype of ``logits`` (float32 for half-precision ones under
@@ -233,13 +233,14 @@ def loss_of_slices(
     if weight is not None and not torch.compiler.is_compiling() and len(weight) != int(split.classes):
         raise ValueError(f"{op}: weight must be [C], with the classes of all ranks, got {list(weight.shape)}")
     gammas = gamma_rows(op, settings.gamma, leading)
-    sums = row_sums(rows.detach()) if return_stats else None
+    statistic = sums = None
     if soft or label_smoothing:
         of_rows = gammas if isinstance(gammas, Tensor) else None
         shares = target.reshape(rows.shape) if soft else None
-        losses, softmax = soft_losses_of_slices(rows, shares, of_rows, split, weight, settings)
-        statistic = label_statistics(rows.detach(), split, softmax) if sums is not None else None
+        losses, softmax, sums = soft_losses_of_slices(rows, shares, of_rows, split, weight, settings)
+        statistic = label_statistics(rows.detach(), split, softmax) if return_stats else None
     else:
+        sums = row_sums(rows.detach()) if return_stats else None
         statistic = statistics_of(rows, op, split, z_loss != 0, sums)
         # Ignored rows may hold NaN, and the derivative of 0 * NaN would be NaN.
         losses = row_losses(torch.where(split.counts, statistic.margin, 0.0), gammas, settings)
@@ -250,7 +251,7 @@ def loss_of_slices(
     is_half = logits.dtype in HALVES and autocast_is_on(logits.device.type)
     loss = loss.to(torch.float32 if is_half else logits.dtype)
     loss = loss.reshape(leading) if reduction == "none" else loss
-    if statistic is None or sums is None:
+    if not return_stats or statistic is None or sums is None:
         return loss
     with torch.no_grad():
         packed = packed_stats(sums, split, statistic)

@@ -171,8 +171,8 @@ def linear_focal_loss(
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
             2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It needs no matrix product
             and no pass over the logits beyond those of the loss.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. The forward pass computes
-            both in one read of each chunk of logits; with ``label_smoothing`` it reads the chunk once more.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. The forward pass computes both
+            without another read of the logits.
 
     Returns:
         The loss, scalar or of the leading shape of ``input``, in the dtype of ``focal_loss(F.linear(...))``: the dtype
