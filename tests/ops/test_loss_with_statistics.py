@@ -1,14 +1,18 @@
 """focal_loss whose forward pass gives the statistics too, against the loss alone."""
 
 import math
+import sys
 
 import pytest
 import torch
 from conftest import assert_close
 
 import focalkern as fk
-from focalkern.ops import _loss_extras
+from focalkern import fallback
+from focalkern.ops import _linear_vocab_parallel, _loss_extras, _vocab_soft
 from focalkern.ops._backend import backend_for
+from focalkern.ops._collectives import ALONE
+from focalkern.ops.row_sums import row_sums
 
 TABLE = fk.GammaTable([0.0, 0.3, 1.0], [3.0, -1.0])
 # The factor: a square, a power, its inverse, per row, from a table; of another loss; detached.
@@ -63,6 +67,61 @@ def test_loss_and_gradients(options, dtype, classes, device, monkeypatch):
         monkeypatch.setattr(_loss_extras, "row_statistics", None)  # no second read
     for found, wanted in zip(results(return_stats=True), alone, strict=True):
         assert_close(found, wanted)
+
+
+# Pixels: vectors and a remainder, fewer than a vector; lines of a crop; classes last; strides that are copied.
+PIXELS = {
+    "pixels": lambda z: z,
+    "few pixels": lambda z: z[..., :1, :3].contiguous(),
+    "crop": lambda z: z[..., 2:7, 1:18],
+    "channels last": lambda z: z.to(memory_format=torch.channels_last),
+    "every second pixel": lambda z: z[..., ::2],
+    "transposed": lambda z: z.transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", PIXELS)
+def test_pixels_in_one_read(layout, dtype, smoothing, z_loss, device, monkeypatch):
+    """The statistics are those of the rows [N H W, C], without row_statistics, where kernels compute them."""
+    z = PIXELS[layout]((4 * torch.randn(2, 37, 9, 21)).to(device, dtype))
+    target = torch.randint(37, (2, *z.shape[2:]), device=device)
+    target[0, 0, :2] = -100
+    z[0, :, 0, 0], z[0, 3, 0, 2] = math.nan, math.nan  # the first is ignored
+    z[1, :, 0, 0], z[1, :, 0, 1] = 1.0, -math.inf
+    options = {"label_smoothing": smoothing, "z_loss": z_loss, "reduction": "none"}
+    rows = z.movedim(1, -1).reshape(-1, 37)
+    wanted = fallback.row_statistics(rows, target.reshape(-1), -100)
+    log_p, entropy, lse, predicted, correct, counts = (field.reshape(target.shape) for field in wanted)
+    leaf = z.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    plain = fk.focal_loss(leaf, target, 2.0, **options)
+    upstream = torch.linspace(1, 2, plain.numel(), dtype=plain.dtype, device=device).reshape(plain.shape)
+    (expected,) = torch.autograd.grad(plain, leaf, upstream)
+    if hasattr(backend_for(z), "row_loss_with_statistics") and device.type == "cpu":
+        monkeypatch.setattr(_loss_extras, "row_statistics", None)  # no second read
+    loss, stats = fk.focal_loss(leaf, target, 2.0, return_stats=True, **options)
+    assert_close(loss, plain)
+    assert_close(torch.autograd.grad(loss, leaf, upstream)[0], expected)
+    for found, number in ((stats.log_p, log_p), (stats.entropy, entropy), (stats.lse, lse)):
+        assert_close(found, number)
+    for found, number in ((stats.predicted, predicted), (stats.correct, correct), (stats.counts, counts)):
+        assert torch.equal(found, number)
+
+
+def test_smoothing_over_slices_takes_the_sums_of_the_loss(monkeypatch):
+    """Statistics take no further call of row_sums, over ranks and in a head."""
+    rows, slices = [], sys.modules["focalkern.ops.focal_loss_vocab_parallel"]
+    monkeypatch.setattr(_vocab_soft, "row_sums", lambda z: (rows.append(len(z)), row_sums(z))[1])
+    for module in (slices, _linear_vocab_parallel):
+        monkeypatch.setattr(module, "row_sums", None)
+    z, x, w, target = torch.randn(9, 7), torch.randn(9, 5), torch.randn(7, 5), torch.randint(7, (9,))
+    arguments = {"label_smoothing": 0.1, "return_stats": True}
+    slices.loss_of_slices("focal_loss", 0, z, target, 2.0, process_group=ALONE, **arguments)
+    assert rows == [9]
+    fk.linear_focal_loss(x, w, target, 2.0, chunk_rows=9, **arguments)
+    assert rows == [9, 9]
 
 
 def test_rows_without_a_loss_and_second_derivatives():

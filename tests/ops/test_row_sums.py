@@ -17,7 +17,9 @@ def expected(z):
     wide = z.double()
     largest = wide.amax(1)
     below = largest.unsqueeze(1) - wide
-    rest = torch.where(torch.arange(z.shape[1]) == z.argmax(1).unsqueeze(1), 0.0, (-below).exp()).sum(1)
+    rest = torch.where(torch.arange(z.shape[1], device=z.device) == z.argmax(1).unsqueeze(1), 0.0, (-below).exp()).sum(
+        1
+    )
     return torch.stack([largest, rest, (below.clamp(max=1e4) * (-below).exp()).sum(1)]), z.argmax(1)
 
 
@@ -26,8 +28,8 @@ def expected(z):
 @pytest.mark.parametrize("classes", [1, 2, 7, 31, 32, 33, 100, 255, 257, 1000, 4096, 4101, 4128, 12345])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=["operator", "torch"])
-def test_the_sums(function, classes, dtype):
-    z = (3 * torch.randn(7, classes)).to(dtype)
+def test_the_sums(function, classes, dtype, device):
+    z = (3 * torch.randn(7, classes)).to(device, dtype)
     z[0] = 1.0  # ties
     z[1, -1] = z[1].max() + 1  # the last class
     z[2, classes // 2] = z[2, -1] = z[2].max() + 1  # ties far from each other
@@ -100,8 +102,9 @@ def test_the_operators_of_compiled_graphs():
 @pytest.mark.parametrize("labels", [torch.int64, torch.int32, torch.uint8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("classes", [7, 100, 5000])
-def test_the_statistics(classes, dtype, labels):
-    z, target = (3 * torch.randn(133, classes)).to(dtype), torch.randint(min(classes, 200), (133,)).to(labels)
+def test_the_statistics(classes, dtype, labels, device):
+    z = (3 * torch.randn(133, classes)).to(device, dtype)
+    target = torch.randint(min(classes, 200), (133,), device=device).to(labels)
     ignored = 255 if labels == torch.uint8 else -100
     target[::3], target[40:110] = ignored, ignored
     z[0], z[1, 3] = torch.nan, torch.nan  # the first is ignored
