@@ -48,7 +48,7 @@ bench: build
 # Executes the tutorials; a warning is an error.
 docs:
 	@$(MAKE) --no-print-directory build EXTRAS=$(EXTRAS),docs
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html --doctree-dir build/doctrees docs build/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html --doctree-dir build/doctrees $(SPHINX_ARGS) docs build/docs
 	@echo "$(CURDIR)/build/docs/index.html"
 
 # For this Python; WHEEL_ARGS="--no-cuda --torch 2.13.0" for a part.
