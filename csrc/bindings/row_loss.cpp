@@ -10,7 +10,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/version.h>
@@ -24,6 +23,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/direct_call.h"
 #include "bindings/row_loss_kernels.h"
 
 namespace focalkern::bindings {
@@ -102,22 +102,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_kernel(const Tensor& grad, const Inp
   return backward<Cpu>(grad, inputs, saved, options, needed);
 }
 
-// Whether the dispatcher would only choose the kernel of a device: one device, no tensor subclass, no mode, no
-// profiler.
 bool is_direct(const Inputs& inputs, const Tensor& grad) {
-  using c10::DispatchKeySet;
-  constexpr auto passed = c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
-                          DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::BackendSelect});
   auto keys = inputs.input.key_set() | inputs.target.key_set() | inputs.gamma.key_set() | grad.key_set();
   if (inputs.edges.has_value()) keys = keys | inputs.edges->key_set();
   if (inputs.weight.has_value()) keys = keys | inputs.weight->key_set();
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  keys = ((keys | local.included_) - local.excluded_) - passed;
-  bool has_kernel = keys == DispatchKeySet(c10::DispatchKey::CPU);
-#ifdef FOCALKERN_WITH_CUDA
-  has_kernel = has_kernel || keys == DispatchKeySet(c10::DispatchKey::CUDA);
-#endif
-  return has_kernel && !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
+  return only_chooses_a_kernel(keys);
 }
 
 // torch::autograd::Function would do the same in 15,000 instructions more per step, a third of a small batch.
