@@ -8,14 +8,17 @@
 // backward pass needs only the arguments. Derivatives of higher order, torch.func transforms and forward-mode tangents
 // go through calibration_map_composite.
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <tuple>
 #include <vector>
 
 #include "bindings/calibration_map_kernels.h"
+#include "bindings/direct_call.h"
 #include "math/calibration_map.h"
 
 namespace focalkern::bindings {
@@ -95,6 +98,15 @@ Tensor calibration_map(const Tensor& input, const Tensor& gamma, const Tensor& t
 }
 
 Tensor calibration_map_scalar(const Tensor& input, double gamma, double temperature, int64_t kind, bool log_output) {
+  const bool is_recorded = torch::autograd::compute_requires_grad(input);
+  if (!is_recorded && !needs_composite({&input}) && only_chooses_a_kernel(input.key_set())) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const bool wide = autocasts(input);
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) return forward_cuda(input, gamma, temperature, kind, log_output, wide, /*validate=*/true);
+#endif
+    return forward_cpu(input, gamma, temperature, kind, log_output, wide, /*validate=*/true);
+  }
   return calibration_map(input, at::scalar_tensor(gamma, at::kDouble), at::scalar_tensor(temperature, at::kDouble),
                          kind, log_output);
 }
@@ -106,10 +118,10 @@ void register_calibration_map(torch::Library& definitions, pybind11::module_& mo
   definitions.def(kCalibrationMapForwardSchema, tags);
   definitions.def(kCalibrationMapBackwardSchema, tags);
   definitions.def(kCalibrationMapCompositeSchema, tags);
-  definitions.impl("calibration_map_forward", torch::dispatch(c10::DispatchKey::CPU, &forward_cpu));
+  definitions.impl("calibration_map_forward", torch::dispatch(c10::DispatchKey::CPU, &forward_cpu<Tensor>));
   definitions.impl("calibration_map_backward", torch::dispatch(c10::DispatchKey::CPU, &backward_cpu));
 #ifdef FOCALKERN_WITH_CUDA
-  definitions.impl("calibration_map_forward", torch::dispatch(c10::DispatchKey::CUDA, &forward_cuda));
+  definitions.impl("calibration_map_forward", torch::dispatch(c10::DispatchKey::CUDA, &forward_cuda<Tensor>));
   definitions.impl("calibration_map_backward", torch::dispatch(c10::DispatchKey::CUDA, &backward_cuda));
 #endif
   definitions.impl("calibration_map_forward", torch::dispatch(c10::DispatchKey::Meta, &forward_meta));

@@ -58,7 +58,12 @@ void check_parameter(const char* op, const char* name, const Tensor& parameter, 
                     ", got ", parameter.sym_sizes());
 }
 
-void check_arguments(const Tensor& input, const Tensor& gamma, const Tensor& temperature, int64_t kind) {
+// A number has been checked before the call.
+void check_parameter(const char*, const char*, double, const Tensor&, int64_t) {}
+
+// Here and below, gamma and temperature are tensors, or numbers that need none.
+template <typename Number>
+void check_arguments(const Tensor& input, const Number& gamma, const Number& temperature, int64_t kind) {
   TORCH_CHECK_VALUE(kind >= kLogits && kind <= kBinary, "focal_calibration_map: kind must be 0, 1 or 2, got ", kind);
   const char* op = op_name(kind);
   check_floating(op, input_name(kind), input);
@@ -76,8 +81,11 @@ double parameter_of_row(const Tensor& parameter, const Tensor& input, int64_t ki
   return parameter.expand(C10_AS_INTARRAYREF_SLOW(leading_shape(input, kind))).reshape(-1)[row].item<double>();
 }
 
+double parameter_of_row(double number, const Tensor&, int64_t, int64_t) { return number; }
+
 // Raises the error of an invalid row. Only called if there is one.
-[[noreturn]] void raise_invalid_row(const Tensor& input, const Tensor& gamma, const Tensor& temperature, int64_t kind,
+template <typename Number>
+[[noreturn]] void raise_invalid_row(const Tensor& input, const Number& gamma, const Number& temperature, int64_t kind,
                                     int64_t row) {
   const char* op = op_name(kind);
   const char* name = input_name(kind);
@@ -132,6 +140,8 @@ Parameter prepare_parameter(const Tensor& parameter, const Tensor& input, int64_
   return p;
 }
 
+Parameter prepare_parameter(double number, const Tensor&, int64_t) { return {{}, nullptr, 0, number}; }
+
 template <typename Scalar>
 void set_parameters(CalibrationMapArgs<Scalar>& args, const Parameter& gamma, const Parameter& temperature) {
   args.gamma = gamma.data;
@@ -152,8 +162,8 @@ void set_input(CalibrationMapArgs<Scalar>& args, const Tensor& input, const Opti
 }
 
 // Calls launch with the forward struct of the scalar type.
-template <typename Launch>
-void launch_forward(const Tensor& input, const Tensor& gamma, const Tensor& temperature, const Options& options,
+template <typename Number, typename Launch>
+void launch_forward(const Tensor& input, const Number& gamma, const Number& temperature, const Options& options,
                     const Tensor& output, Launch launch) {
   const Parameter gamma_parameter = prepare_parameter(gamma, input, options.kind);
   const Parameter temperature_parameter = prepare_parameter(temperature, input, options.kind);

@@ -31,7 +31,8 @@ void for_each_chunk(int64_t rows, int64_t classes, Work work) {
   });
 }
 
-Tensor forward_cpu(const Tensor& input_as_given, const Tensor& gamma, const Tensor& temperature, int64_t kind,
+template <typename Number>
+Tensor forward_cpu(const Tensor& input_as_given, const Number& gamma, const Number& temperature, int64_t kind,
                    bool log_output, bool wide, bool validate) {
   check_arguments(input_as_given, gamma, temperature, kind);
   const Tensor input = input_as_given.contiguous();
@@ -71,7 +72,8 @@ void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); }
 
 // `validate` asks for the checks that are free on the CPU; on CUDA only FOCALKERN_VALIDATE=1 waits for the device.
-Tensor forward_cuda(const Tensor& input_as_given, const Tensor& gamma, const Tensor& temperature, int64_t kind,
+template <typename Number>
+Tensor forward_cuda(const Tensor& input_as_given, const Number& gamma, const Number& temperature, int64_t kind,
                     bool log_output, bool wide, bool /*validate*/) {
   check_arguments(input_as_given, gamma, temperature, kind);
   const c10::cuda::CUDAGuard guard(input_as_given.device());

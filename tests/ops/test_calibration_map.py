@@ -337,3 +337,18 @@ def test_a_huge_temperature_leaves_an_impossible_class_impossible(device):
     z = torch.tensor([[1.0, 0.0, -math.inf]], device=device)
     found = fk.focal_calibration_map(z, 1.0, 1e46)
     torch.testing.assert_close(found, torch.tensor([[0.5, 0.5, 0.0]], device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_and_tensors_of_numbers_give_the_same_bits(device, dtype):
+    """Numbers call the kernel directly where no gradient is wanted."""
+    logits = torch.randn(5, 11, dtype=dtype, device=device)
+    logits[:, 3] = -math.inf
+    for gamma in (0.0, 1.7):
+        number, tensor = (gamma, 1.3), torch.tensor([gamma, 1.3], dtype=torch.float64)
+        expected = fk.focal_calibration_map(logits, *tensor)
+        for z in (logits, logits.clone().requires_grad_(), logits.t().contiguous().t()):
+            assert torch.equal(fk.focal_calibration_map(z, *number), expected)
+        assert torch.equal(
+            fk.binary_focal_calibration_map(logits, *number), fk.binary_focal_calibration_map(logits, *tensor)
+        )
