@@ -30,7 +30,7 @@ def has_float64(device: torch.device) -> bool:
 
 def where_float64(tensor: Tensor) -> Tensor:
     """The tensor, or its copy on the CPU where its device has no float64."""
-    return tensor if has_float64(tensor.device) else tensor.cpu()
+    return tensor if tensor.is_cpu or has_float64(tensor.device) else tensor.cpu()
 
 
 def on_device(parameter: Tensor, device: torch.device) -> Tensor:

@@ -268,15 +268,14 @@ class Fitted(Parameters):
     def _of_fit(self, logits: Any) -> Tensor:
         """Input as rows [..., C] with the classes of ``fit``; does not check their values."""
         self._check_fitted()
-        name = type(self).__name__
         input = self._as_tensor(logits)
         if self.one_logit_:
             input = self._pairs(input)
-        else:
-            if self.dense_ and input.dim() > 2:
-                input = input.movedim(1, -1)
+        elif self.dense_ and input.dim() > 2:
+            input = input.movedim(1, -1)
+        if not input.is_floating_point() or input.dim() < 1 or input.shape[-1] != self.n_classes_:
+            name = type(self).__name__
             check_input(name, input, any_rank=True)
-        if input.shape[-1] != self.n_classes_:
             raise ValueError(
                 f"{name}: logits must have the {self.n_classes_} classes of fit, got shape {list(input.shape)}"
             )

@@ -16,6 +16,11 @@ from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_ca
 __all__ = ["CalibratedLogProbs", "CalibratedLogits", "ClassAxis", "ExactBuffers", "FlooredInput", "MultiLabelLogits"]
 
 
+def _exports_to_onnx() -> bool:
+    # torch's function imports two modules in each call. Every exporter traces.
+    return (torch.compiler.is_compiling() or torch._C._is_tracing()) and torch.onnx.is_in_onnx_export()
+
+
 class _Constants(torch.nn.Module):
     """Base of the maps with gamma and temperature as Python numbers; ``fused`` selects the implementation."""
 
@@ -36,7 +41,7 @@ class _Constants(torch.nn.Module):
 
     def _plain(self) -> bool:
         """Whether to compute the map in torch's own operators, because ONNX has no others."""
-        return not self.fused or torch.onnx.is_in_onnx_export()
+        return not self.fused or _exports_to_onnx()
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.gamma, self.temperature], dtype=torch.float64)
@@ -191,7 +196,7 @@ class MultiLabelLogits(ExactBuffers):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., L], floating point -> calibrated logits [..., L], whose sigmoids are the probabilities."""
-        plain = not self.fused or torch.onnx.is_in_onnx_export()
+        plain = not self.fused or _exports_to_onnx()
         parameters = self.gammas, self.temperatures
         if self.input_kind == "probs":
             pairs = as_pairs(input, "probs")

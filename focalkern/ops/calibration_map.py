@@ -19,6 +19,7 @@ __all__ = ["binary_focal_calibration_map", "focal_calibration_map"]
 
 _LOGITS, _PROBS, _BINARY = 0, 1, 2
 _KINDS = {"logits": _LOGITS, "probs": _PROBS}
+_PLAIN = {float, *PLAIN_TENSORS}
 
 Array = np.ndarray[Any, Any]
 
@@ -184,10 +185,10 @@ def _map(
     if not isinstance(input, Tensor):
         of_array = _map(op, name, as_tensor(input, f"{op}: {name}"), gamma, temperature, kind, log)
         return as_array(of_array)
-    if isinstance(gamma, np.ndarray):
-        gamma = on_device(as_tensor(gamma, f"{op}: gamma"), input.device)
-    if isinstance(temperature, np.ndarray):
-        temperature = on_device(as_tensor(temperature, f"{op}: temperature"), input.device)
+    if type(gamma) is not float or not -1.0 < gamma < math.inf:
+        gamma = _parameter(op, "gamma", gamma, -1.0, "greater than -1", input)
+    if type(temperature) is not float or not 0.0 < temperature < math.inf:
+        temperature = _parameter(op, "temperature", temperature, 0.0, "positive", input)
     if type(input) is not Tensor and is_dtensor(input):
 
         def local(z: Tensor, parameters: list[Any]) -> Tensor:
@@ -195,10 +196,6 @@ def _map(
 
         class_dim = None if kind == _BINARY else input.dim() - 1
         return map_over_mesh(local, input, class_dim, (gamma, temperature))
-    if not isinstance(gamma, Tensor):
-        gamma = _check_number(op, "gamma", gamma, -1.0, "greater than -1")
-    if not isinstance(temperature, Tensor):
-        temperature = _check_number(op, "temperature", temperature, 0.0, "positive")
     try:
         return _through(input, gamma, temperature, kind, log)
     except (TypeError, ValueError, RuntimeError) as error:  # arguments are checked only after an error, for speed
@@ -208,8 +205,8 @@ def _map(
 
 def _through(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int, log: bool) -> Any:
     compiling = torch.compiler.is_compiling()
-    tensors = [t for t in (input, gamma, temperature) if isinstance(t, Tensor)]
-    overridden = any(type(t) not in PLAIN_TENSORS for t in tensors) and has_torch_function(tensors)
+    is_plain = compiling or {type(input), type(gamma), type(temperature)} <= _PLAIN
+    overridden = not is_plain and has_torch_function((input, gamma, temperature))
     if (compiling or overridden) and has_kernels(input):
         return _through_dispatcher(input, _as_tensor(gamma), _as_tensor(temperature), kind, log, not compiling)
     kernels = backend_for(input)
@@ -218,7 +215,12 @@ def _through(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, 
     return kernels.calibration_map_scalar(input, gamma, temperature, kind, log)
 
 
-def _check_number(op: str, name: str, value: object, bound: float, domain: str) -> float:
+def _parameter(op: str, name: str, value: object, bound: float, domain: str, input: Tensor) -> float | Tensor:
+    """A parameter that is not an ordinary float: a tensor, an array, another number, or a float out of its domain."""
+    if isinstance(value, np.ndarray):
+        return on_device(as_tensor(value, f"{op}: {name}"), input.device)
+    if isinstance(value, Tensor):
+        return value
     found = number(op, name, value, "a number or a tensor")
     if not bound < found < math.inf:
         raise ValueError(f"{op}: {name} must be finite and {domain}, got {found}")
