@@ -65,7 +65,7 @@ class _ReducedLoss(torch.autograd.Function):
             divisor, ctx.scale = divisor_of(tensors[3], tensors[6], options)
             total = total / divisor
         ctx.save_for_backward(*tensors)
-        ctx.options = options
+        ctx.options = replace(options, stats=())
         return total.to(losses.dtype)
 
     @staticmethod
@@ -116,7 +116,7 @@ class _RowLosses(_Transformable):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs[:-1])
-        ctx.options = inputs[-1]
+        ctx.options = replace(inputs[-1], stats=())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
@@ -220,6 +220,7 @@ def _second_order(saved: Any, options: Options, cotangents: Any, requires: Any) 
                     label_smoothing=options.label_smoothing,
                     detach_modulation=options.detach_modulation,
                     modulation=modulation,
+                    z_loss=options.z_loss,
                 )
 
             pull: Any = torch.func.vjp(losses, *(full[place] for place in inner))[1]

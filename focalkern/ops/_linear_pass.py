@@ -10,7 +10,14 @@ from focalkern._checks import label_range
 from focalkern._devices import has_float64
 from focalkern._types import compute_dtype
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
-from focalkern.ops._row_kernels import Block, Settings, gradients_of_rows, losses_of_rows
+from focalkern.ops._row_kernels import (
+    Block,
+    Saved,
+    Settings,
+    gradients_with_z_loss,
+    losses_of_rows,
+    losses_with_extras,
+)
 from focalkern.ops._row_loss import kind_of
 
 __all__ = [
@@ -52,6 +59,8 @@ class Options:
     chunk_rows: int
     # Gradients that _Gradient returns: of input, linear_weight, linear_bias, target, gamma.
     wanted: tuple[bool, bool, bool, bool, bool] = (False, False, False, False, False)
+    z_loss: float = 0.0
+    stats: tuple[Tensor, ...] = ()  # fields [N] of row_statistics, which the forward pass fills
 
 
 # input [N, D], linear_weight [C, D], linear_bias [C], target [N] or [N, C], gamma [], [N] or [n_bins], edges, weight
@@ -135,11 +144,18 @@ def loss_and_gradients(
                 options.detach_modulation,
                 kind=kind_of(options.modulation),
             )
-            losses[where], saved = losses_of_rows(here, settings)
+            saved: Saved
+            if options.z_loss or options.stats:
+                losses[where], saved, of_rows = losses_with_extras(here, settings, options.z_loss, bool(options.stats))
+                for field, values in zip(options.stats, of_rows, strict=True):
+                    field[where] = values.to(field.dtype)
+            else:
+                losses[where], numbers = losses_of_rows(here, settings)
+                saved = (numbers, numbers)
             if not any_needed:
                 continue
             assert upstream is not None
-            grad, of_target, of_gamma = gradients_of_rows(
+            grad, of_target, of_gamma = gradients_with_z_loss(
                 upstream[where], here, settings, saved, (any(needed[:3]), needed[3], needed[4])
             )
             if any(needed[:3]):

@@ -18,7 +18,7 @@ from focalkern.fallback.focal_loss import check_arguments, check_range
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for
 from focalkern.ops._collectives import ALONE
-from focalkern.ops._loss_stats import LossStats, LossWithStats
+from focalkern.ops._loss_stats import LossWithStats, stats_of
 from focalkern.ops._row_loss import check_tensor, check_types, needs_float64, row_loss
 from focalkern.ops._z_loss import adds_z_loss, loss_plus_z_loss, loss_with_z_loss
 from focalkern.ops.focal_loss_vocab_parallel import loss_of_slices, refuse_stats_of_probabilities
@@ -68,13 +68,7 @@ def loss_with_extras(
             z = input.detach()
             rows = z if z.dim() == 2 else z.movedim(class_dim, -1).reshape(target.numel(), -1)
             of_rows = row_statistics(rows, target.reshape(-1), ignore_index)
-        return LossWithStats(loss, _stats(of_rows, target))
-
-
-def _stats(of_rows: Statistics, target: Tensor) -> LossStats:
-    log_p, entropy, lse, predicted, correct, counts = of_rows
-    stats = LossStats(log_p, entropy, predicted, correct, lse, counts)
-    return stats if target.dim() == 1 else LossStats(*(field.reshape(target.shape) for field in stats))
+        return LossWithStats(loss, stats_of(of_rows, target.shape))
 
 
 def _in_one_read(
@@ -103,7 +97,7 @@ def _in_one_read(
         found = together(input, target, gamma, edges, weight, *options)
     except (TypeError, ValueError, IndexError, RuntimeError):  # the loss alone raises an error that names the function
         return None
-    return None if found is None else LossWithStats(found[0], _stats(found[2], target))
+    return None if found is None else LossWithStats(found[0], stats_of(found[2], target.shape))
 
 
 def _with_z_loss(

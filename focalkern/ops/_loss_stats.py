@@ -8,8 +8,9 @@ from torch import Tensor
 from focalkern._types import compute_dtype
 from focalkern.ops._collectives import all_reduce
 from focalkern.ops._vocab_slices import RowStatistics, Split
+from focalkern.ops.row_sums import Statistics
 
-__all__ = ["LossStats", "LossWithStats", "packed_stats", "stats_from"]
+__all__ = ["LossStats", "LossWithStats", "no_statistics", "packed_stats", "stats_from", "stats_of"]
 
 _NO_CLASS = 2**62
 
@@ -85,6 +86,21 @@ class LossWithStats(NamedTuple):
 
     loss: Tensor
     stats: LossStats
+
+
+def stats_of(of_rows: Statistics, leading: torch.Size) -> LossStats:
+    """The statistics of :func:`focalkern.ops.row_sums.row_statistics` as fields of shape ``leading``."""
+    log_p, entropy, lse, predicted, correct, counts = of_rows
+    stats = LossStats(log_p, entropy, predicted, correct, lse, counts)
+    return stats if len(leading) == 1 else LossStats(*(field.reshape(leading) for field in stats))
+
+
+def no_statistics(rows: Tensor) -> Statistics:
+    """Those of rows [N, D] that are ignored, in the order of :func:`focalkern.ops.row_sums.row_statistics`."""
+    number, device = len(rows), rows.device
+    log_p, entropy, lse = (torch.zeros(number, dtype=compute_dtype(rows.dtype), device=device) for _ in range(3))
+    correct, counts = (torch.zeros(number, dtype=torch.bool, device=device) for _ in range(2))
+    return log_p, entropy, lse, torch.full((number,), -1, device=device), correct, counts
 
 
 def packed_stats(found: tuple[Tensor, Tensor], split: Split, rows: RowStatistics) -> Tensor:

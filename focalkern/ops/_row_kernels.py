@@ -5,17 +5,26 @@ Logits are [n, C]; labels and all other numbers per row are [n]. Results are flo
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
-from focalkern.ops._backend import has_kernels
+from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
+from focalkern.ops.row_sums import row_statistics
 
-__all__ = ["gradients_of_rows", "losses_of_margins", "losses_of_rows", "slice_gradient", "slice_statistics"]
+__all__ = [
+    "gradients_of_rows",
+    "gradients_with_z_loss",
+    "losses_of_margins",
+    "losses_of_rows",
+    "losses_with_extras",
+    "slice_gradient",
+    "slice_statistics",
+]
 
 _NO_REDUCTION = 0
 
@@ -39,6 +48,10 @@ class Settings(NamedTuple):
     float32_loss: bool = True
     kind: int = kind_of(None)
     epsilon: float = 0.0
+
+
+# Numbers for the gradients in logits and target, and for that in gamma; None in plain torch.
+Saved = tuple[Tensor | None, Tensor | None]
 
 
 def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
@@ -76,6 +89,50 @@ def gradients_of_rows(
         gradients = iter(torch.autograd.grad(losses, wanted, upstream))
     nothing = upstream.new_empty(0)
     of_logits, of_target, of_gamma = (next(gradients) if need else nothing for need in needed)
+    return of_logits, of_target, of_gamma
+
+
+def losses_with_extras(
+    block: Block, settings: Settings, z_loss: float, with_statistics: bool
+) -> tuple[Tensor, Saved, tuple[Tensor, ...]]:
+    """The losses [n] plus ``z_loss`` lse^2, the saved numbers of both, and the statistics of the rows (empty without
+    ``with_statistics``), by the kernels of the compiled module on the CPU."""
+    logits, target = block.logits, block.target
+    if needs_float64(logits, target, settings.label_smoothing):
+        wide = block._replace(logits=logits.double())
+        losses, numbers, statistics = losses_with_extras(wide, settings, z_loss, with_statistics)
+        return losses.to(logits.dtype), numbers, statistics
+    backend: Any = backend_for(logits)
+    of_rows: tuple[Tensor, ...] = ()
+    found = None
+    if with_statistics:
+        options = (*settings[:3], settings.kind, True)
+        found = backend.row_loss_with_statistics(*block, _NO_REDUCTION, *options)
+    if found is not None:
+        losses, saved, of_rows = found
+    else:
+        losses, saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, *settings)
+        of_rows = row_statistics(logits, target, settings.ignore_index) if with_statistics else ()
+    if not z_loss:
+        return losses, (saved, saved), of_rows
+    soft = target.is_floating_point() or settings.label_smoothing > 0
+    arguments = (losses, saved, logits, target, block.weight, settings.ignore_index, soft, _NO_REDUCTION, z_loss)
+    losses, edited = backend.z_loss(*arguments)
+    # The derivative in gamma of labels without smoothing needs the numbers of the row loss.
+    return losses, (edited, edited if soft else saved), of_rows
+
+
+def gradients_with_z_loss(
+    upstream: Tensor, block: Block, settings: Settings, saved: Saved, needed: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`gradients_of_rows`, from what :func:`losses_with_extras` saved."""
+    edited, unedited = saved
+    apart = needed[2] and edited is not unedited
+    of_logits, of_target, of_gamma = gradients_of_rows(
+        upstream, block, settings, edited, (needed[0], needed[1], needed[2] and not apart)
+    )
+    if apart:
+        of_gamma = gradients_of_rows(upstream, block, settings, unedited, (False, False, True))[2]
     return of_logits, of_target, of_gamma
 
 

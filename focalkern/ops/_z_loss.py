@@ -15,12 +15,13 @@ from focalkern._devices import autocast_is_on
 from focalkern._types import HALVES, PLAIN_TENSORS, REDUCTIONS
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, fallback, has_kernels
+from focalkern.ops._linear_chunks import is_plain
 from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
 from focalkern.ops._vocab_slices import Split
 from focalkern.ops.focal_loss_vocab_parallel import plain_statistics, reduced, statistics_of
 from focalkern.ops.row_sums import Statistics, row_statistics
 
-__all__ = ["adds_z_loss", "loss_plus_z_loss", "loss_with_z_loss"]
+__all__ = ["adds_z_loss", "kernels_add_extras", "loss_plus_z_loss", "loss_with_z_loss"]
 
 _FOCAL = kind_of(None)
 
@@ -29,6 +30,14 @@ def adds_z_loss(kind: int, input: Tensor, target: Tensor, label_smoothing: float
     """Whether the kernels save numbers to which this module can add those of the z-loss."""
     adds = input.is_cuda or (input.is_cpu and (kind == _FOCAL or target.is_floating_point() or label_smoothing > 0))
     return adds and has_kernels(input)
+
+
+def kernels_add_extras(kind: int, input: Tensor, target: Tensor, label_smoothing: float, z_loss: float) -> bool:
+    """Whether an eager call on the CPU has kernels for the statistics and, if needed, the z-loss."""
+    if torch.compiler.is_compiling() or not (is_plain(input) and is_plain(target)):
+        return False
+    gives_statistics = hasattr(backend_for(input), "row_loss_with_statistics")
+    return gives_statistics and (not z_loss or adds_z_loss(kind, input, target, label_smoothing))
 
 
 def loss_dtype(input: Tensor, target: Tensor) -> torch.dtype:

@@ -27,8 +27,9 @@ from focalkern.ops._linear_chunks import default_chunk_rows, is_plain, product_d
 from focalkern.ops._linear_pass import NONE, Options, capped, check_labels
 from focalkern.ops._linear_vocab_operator import linear_focal_loss_over_ranks
 from focalkern.ops._linear_vocab_parallel import slice_of_dtensor
-from focalkern.ops._loss_stats import LossStats, LossWithStats
-from focalkern.ops._row_loss import Modulation, check_modulation
+from focalkern.ops._loss_stats import LossStats, LossWithStats, no_statistics, stats_of
+from focalkern.ops._row_loss import Modulation, check_modulation, kind_of
+from focalkern.ops._z_loss import kernels_add_extras
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.ops.focal_loss_vocab_parallel import extras_of, refuse_stats_of_probabilities
 
@@ -182,9 +183,11 @@ def linear_focal_loss(
         Differentiable in ``input``, ``linear_weight``, ``linear_bias``, ``gamma`` and class probabilities, to any
         order; the second derivative also works chunk by chunk. Under ``torch.compile`` it is one operator of the graph.
         Forward-mode derivatives are an error: use ``focal_loss(F.linear(...))``. With ``return_stats=True`` a
-        :class:`LossWithStats` (loss, stats). With ``z_loss`` or ``return_stats`` the loss is computed by the code for
-        ranks: numbers per row are float64, for class probabilities and smoothing also the terms of every class; second
-        derivatives and torch.func hold all logits at once.
+        :class:`LossWithStats` (loss, stats). Eager calls on the CPU with the compiled module compute ``z_loss`` and
+        ``return_stats`` in the kernels of the loss. In compiled graphs, on other devices, with other modules, and for
+        ``z_loss`` of labels with ``modulation``, the code for ranks computes the loss: numbers per row are float64, for
+        class probabilities and smoothing also the terms of every class; second derivatives hold all logits at once.
+        With both options torch.func holds all logits at once.
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -335,7 +338,7 @@ def linear_focal_loss(
     size = (
         default_chunk_rows(rows.shape[0], rows.shape[1], classes, used.itemsize) if chunk_rows is None else chunk_rows
     )
-    if extras:
+    if extras and not kernels_add_extras(kind_of(modulation), rows, target, label_smoothing, z_loss):
         return over_group(gamma if edges is None else GammaTable._unchecked(edges, gamma), ALONE, size)
     targets = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
     if edges is None and gamma.dim() > 0:
@@ -350,11 +353,16 @@ def linear_focal_loss(
         dtype=used,
         float64_loss=loss_dtype == torch.float64,
         chunk_rows=int(size),
+        z_loss=z_loss,
+        stats=no_statistics(rows) if return_stats else (),
     )
     loss = loss_of((rows, linear_weight, linear_bias, targets, gamma, edges, weight), options)
     if code == NONE:
         loss = loss.reshape(leading)
-    return loss.to(loss_dtype)
+    loss = loss.to(loss_dtype)
+    if not return_stats:
+        return loss
+    return LossWithStats(loss, stats_of(options.stats, leading))
 
 
 def _unfused(
