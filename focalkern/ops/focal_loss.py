@@ -145,9 +145,10 @@ def focal_loss(
             other devices, and on the CPU for labels with ``modulation``, operations for slices of the classes compute
             both terms in one pass over the logits, forward and backward; for smoothing and class probabilities on
             other devices, and under torch.func, the z-loss takes one more pass each.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. The forward pass computes both in one
-            read of the logits; on CUDA with smoothing a kernel reads them once more. On other devices torch operations
-            in blocks do both.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. In eager calls of the compiled module
+            the forward pass computes both in one read of the logits. Compiled graphs, the stable module and plain torch
+            read them once more for the statistics; so does CUDA with smoothing. On other devices torch operations
+            compute both in blocks.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
