@@ -92,6 +92,7 @@ def test_what_is_computed_in_float64_goes_to_the_cpu(monkeypatch, dtype):
     """Tests metrics, calibrators and grids. Here the CPU plays the device without float64."""
     copied = []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copied.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     as_tensor(torch.ones(3, dtype=dtype))
     assert len(copied) == 0
     monkeypatch.setattr(_devices, "_WITHOUT_FLOAT64", {"cpu"})
