@@ -68,7 +68,9 @@ def headers_of(torch: str) -> Path:
     return folder / "torch" / "include"
 
 
-def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolkit: Path | None, folder: Path) -> None:
+def compile_modules(
+    torches: Sequence[str], architectures: Sequence[str], toolkit: Path | None, folder: Path, only_cuda: bool
+) -> None:
     """Fills a folder with the files that the docstring above lists."""
     compiler, old = Compiler(), old_libraries()
     headers = {torch: headers_of(torch) for torch in torches}  # first: kernels compile for an hour, and pip may fail
@@ -86,12 +88,14 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
     for torch, include in headers.items():
         minor = "_".join(torch.split(".")[:2])
         ours = [f"-L{folder}", "-lfocalkern_cpu"]
-        build_binding(compiler, folder / f"_C_{minor}{suffix}", include, torch, None, *ours, *old)
+        if not only_cuda:
+            build_binding(compiler, folder / f"_C_{minor}{suffix}", include, torch, None, *ours, *old)
         if toolkit:
             target = folder / f"_C_{minor}_cuda{suffix}"
             build_binding(compiler, target, include, torch, toolkit, *ours, "-lfocalkern_cuda", *old)
     stable = (compiler, folder, headers[torches[0]], torches[0])
-    build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", *old])
+    if not only_cuda:
+        build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", *old])
     if toolkit:
         build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", "-lfocalkern_cuda", *old], toolkit)
     cuda_version = toolkit_version(toolkit) if toolkit else None
@@ -141,15 +145,18 @@ def main() -> None:
         "--arch", nargs="+", default=ARCHITECTURES, metavar="CODE", help="GPU architectures, the last one with PTX too"
     )
     parser.add_argument("--no-cuda", action="store_true", help="without CUDA kernels, and without nvcc")
+    parser.add_argument("--only-cuda", action="store_true", help="without the modules for CPU builds of torch")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels (default: dist)")
     arguments = parser.parse_args()
     toolkit = None if arguments.no_cuda else toolkit_folder()
+    if arguments.no_cuda and arguments.only_cuda:
+        parser.error("--no-cuda and --only-cuda leave no module")
     if toolkit is None and not arguments.no_cuda:
         fail("nvcc was not found (put it on PATH, set CUDA_HOME, or say --no-cuda)")
     arguments.out.mkdir(parents=True, exist_ok=True)
     native = BUILD / "native"
     shutil.rmtree(native, ignore_errors=True)
-    compile_modules(arguments.torch, arguments.arch, toolkit, native)
+    compile_modules(arguments.torch, arguments.arch, toolkit, native, arguments.only_cuda)
     with tempfile.TemporaryDirectory() as work:
         made = [
             with_platform_tag(build_wheel(str(native), Path(work)), arguments.out),
