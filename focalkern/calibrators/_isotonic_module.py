@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focalkern._types import InputKind
 from focalkern.calibrators._inputs import as_pairs, can_occur
-from focalkern.calibrators._modules import ExactBuffers
+from focalkern.calibrators._modules import ExactBuffers, exports_to_onnx
 
 __all__ = ["IsotonicLogProbs"]
 
@@ -68,7 +68,7 @@ class IsotonicLogProbs(ExactBuffers):
         columns = probs.movedim(-1, 0).reshape(probs.shape[-1], -1).contiguous()
         last = torch.where(self.points.isfinite(), self.points, -math.inf).amax(-1, keepdim=True)
         inside = columns.clamp(min=self.points[:, :1], max=last)
-        if torch.onnx.is_in_onnx_export():  # ONNX has no searchsorted: count the points below
+        if exports_to_onnx():  # ONNX has no searchsorted: count the points below
             after = (self.points.unsqueeze(1) < inside.unsqueeze(-1)).sum(-1)
         else:
             after = torch.searchsorted(self.points, inside)

@@ -13,10 +13,19 @@ from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._plain_map import plain_binary_map, plain_map
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 
-__all__ = ["CalibratedLogProbs", "CalibratedLogits", "ClassAxis", "ExactBuffers", "FlooredInput", "MultiLabelLogits"]
+__all__ = [
+    "CalibratedLogProbs",
+    "CalibratedLogits",
+    "ClassAxis",
+    "ExactBuffers",
+    "FlooredInput",
+    "MultiLabelLogits",
+    "exports_to_onnx",
+]
 
 
-def _exports_to_onnx() -> bool:
+def exports_to_onnx() -> bool:
+    """Whether this call is part of an export to ONNX."""
     # torch's function imports two modules in each call. Every exporter traces.
     return (torch.compiler.is_compiling() or torch._C._is_tracing()) and torch.onnx.is_in_onnx_export()
 
@@ -41,7 +50,7 @@ class _Constants(torch.nn.Module):
 
     def _plain(self) -> bool:
         """Whether to compute the map in torch's own operators, because ONNX has no others."""
-        return not self.fused or _exports_to_onnx()
+        return not self.fused or exports_to_onnx()
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.gamma, self.temperature], dtype=torch.float64)
@@ -196,7 +205,7 @@ class MultiLabelLogits(ExactBuffers):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., L], floating point -> calibrated logits [..., L], whose sigmoids are the probabilities."""
-        plain = not self.fused or _exports_to_onnx()
+        plain = not self.fused or exports_to_onnx()
         parameters = self.gammas, self.temperatures
         if self.input_kind == "probs":
             pairs = as_pairs(input, "probs")

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from focalkern._types import InputKind
 from focalkern.calibrators._inputs import as_pairs
-from focalkern.calibrators._modules import ExactBuffers
+from focalkern.calibrators._modules import ExactBuffers, exports_to_onnx
 from focalkern.calibrators._spline_curve import NaturalSpline, evaluate
 from focalkern.calibrators._spline_features import as_scores, features, floored
 from focalkern.ops.spline_map import map_by_pieces
@@ -63,7 +63,7 @@ class FlooredLogProbs(ExactBuffers):
 
     def mapped(self, input: Tensor, *, log: bool) -> Tensor:
         """Log-probabilities [..., C], or probabilities, by the operator of the map."""
-        if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
+        if torch.compiler.is_compiling() or exports_to_onnx():
             log_probs = self._plain(input)
             return log_probs if log else log_probs.exp()
         return map_by_pieces(input, *self.arguments(), log=log)
@@ -172,10 +172,8 @@ class SplineLogProbs(FlooredLogProbs):
     def scores(self, input: Tensor) -> Tensor:
         """(1 + a) x + f(u) + W x + b [..., C] float64."""
         x, u = features(as_scores(input, self.input_kind), self.temperature, self.floor)
-        if torch.onnx.is_in_onnx_export():  # the plain path has no searchsorted
-            piece = (u.unsqueeze(-1) > self.knots).sum(-1)
-        else:
-            piece = torch.bucketize(u, self.knots)
+        # ONNX has no searchsorted.
+        piece = (u.unsqueeze(-1) > self.knots).sum(-1) if exports_to_onnx() else torch.bucketize(u, self.knots)
         scores = (1 + self.slope) * x + evaluate(self._coefficients, piece, u - self._origins[piece])
         if self.weight is not None:
             scores = scores + (x * self.weight if self.weight.dim() == 1 else x @ self.weight.T)

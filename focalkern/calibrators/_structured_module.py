@@ -7,7 +7,7 @@ from torch import Tensor
 
 from focalkern._types import InputKind
 from focalkern.calibrators._inputs import as_pairs, can_occur, floored, widened
-from focalkern.calibrators._modules import ExactBuffers
+from focalkern.calibrators._modules import ExactBuffers, exports_to_onnx
 from focalkern.calibrators._plain_map import plain_map
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -92,7 +92,7 @@ class StructuredLogProbs(ExactBuffers):
         gamma, temperature = self.focal
         if (gamma, temperature) == (0.0, 1.0):
             return scores.log_softmax(-1)
-        if not self.fused or torch.onnx.is_in_onnx_export():
+        if not self.fused or exports_to_onnx():
             return plain_map(scores, gamma, temperature, "logits")
         return focal_calibration_map(scores, gamma, temperature, log=True)
 
