@@ -34,22 +34,25 @@ from focalkern.ops._linear_pass import (
     sum_gradients,
     total_of,
 )
+from focalkern.ops._loss_stats import no_statistics
 from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["loss_of"]
 
 
-def loss_of(tensors: Tensors, options: Options) -> Tensor:
-    """The loss, [N] or reduced, by the path that fits."""
+def loss_of(tensors: Tensors, options: Options, return_stats: bool) -> tuple[Tensor, Any]:
+    """The loss, [N] or reduced, by the path that fits; and the statistics of the rows, if asked for."""
     requires = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:5]]
     options = replace(options, wanted=gradients_needed(tensors, requires, options))
     if torch.compiler.is_compiling():
-        return linear_operator(tensors, options)
+        return linear_operator(tensors, options, return_stats)
+    if return_stats:
+        options = replace(options, stats=no_statistics(tensors[0]))
     if options.reduction == NONE or torch._C._are_functorch_transforms_active() or _has_tangent(tensors):
         losses: Tensor = _RowLosses.apply(*tensors, options)  # type: ignore[no-untyped-call]
-        return reduce_losses(losses, tensors[3], tensors[6], options)
+        return reduce_losses(losses, tensors[3], tensors[6], options), options.stats
     loss: Tensor = _ReducedLoss.apply(*tensors, options)  # type: ignore[no-untyped-call]
-    return loss
+    return loss, options.stats
 
 
 class _ReducedLoss(torch.autograd.Function):

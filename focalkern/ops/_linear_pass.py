@@ -14,9 +14,10 @@ from focalkern.ops._row_kernels import (
     Block,
     Saved,
     Settings,
-    gradients_with_z_loss,
+    gradients_with_extras,
     losses_of_rows,
     losses_with_extras,
+    row_weights,
 )
 from focalkern.ops._row_loss import kind_of
 
@@ -57,9 +58,9 @@ class Options:
     dtype: torch.dtype  # of the products
     float64_loss: bool  # the loss is float64 although the logits are narrower: the target probabilities are float64
     chunk_rows: int
+    z_loss: float
     # Gradients that _Gradient returns: of input, linear_weight, linear_bias, target, gamma.
     wanted: tuple[bool, bool, bool, bool, bool] = (False, False, False, False, False)
-    z_loss: float = 0.0
     stats: tuple[Tensor, ...] = ()  # fields [N] of row_statistics, which the forward pass fills
 
 
@@ -144,18 +145,17 @@ def loss_and_gradients(
                 options.detach_modulation,
                 kind=kind_of(options.modulation),
             )
-            saved: Saved
             if options.z_loss or options.stats:
                 losses[where], saved, of_rows = losses_with_extras(here, settings, options.z_loss, bool(options.stats))
                 for field, values in zip(options.stats, of_rows, strict=True):
                     field[where] = values.to(field.dtype)
             else:
                 losses[where], numbers = losses_of_rows(here, settings)
-                saved = (numbers, numbers)
+                saved = Saved(numbers)
             if not any_needed:
                 continue
             assert upstream is not None
-            grad, of_target, of_gamma = gradients_with_z_loss(
+            grad, of_target, of_gamma = gradients_with_extras(
                 upstream[where], here, settings, saved, (any(needed[:3]), needed[3], needed[4])
             )
             if any(needed[:3]):
@@ -174,27 +174,14 @@ def loss_and_gradients(
     return losses, (*head.finish(), grad_target, grad_gamma)
 
 
-def _row_weights(target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """Each row's [N] share of the divisor of the mean, and whether the row counts."""
-    real = loss_dtype(options)
-    if target.is_floating_point():
-        every = torch.ones(target.shape[:1], dtype=real, device=target.device)
-        return every, every > 0
-    counts = target != options.ignore_index
-    if weight is None:
-        return counts.to(real), counts
-    index = torch.where((target >= 0) & (target < len(weight)), target, 0).long()
-    return torch.where(counts, weight.to(real)[index], 0.0), counts
-
-
 def total_of(losses: Tensor) -> Tensor:
     return losses.sum(dtype=torch.float64) if has_float64(losses.device) else losses.sum()
 
 
 def divisor_of(target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """The divisor of the mean and its reciprocal for gradients. If no row counts, the reciprocal is 0."""
-    row_weights, counts = _row_weights(target, weight, options)
-    divisor = total_of(row_weights)
+    shares, counts = row_weights(target, weight, options.ignore_index, loss_dtype(options))
+    divisor = total_of(shares)
     return divisor, torch.where(counts.any(), divisor.reciprocal(), 0.0).to(loss_dtype(options))
 
 

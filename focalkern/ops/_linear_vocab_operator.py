@@ -7,7 +7,6 @@ from torch import Tensor
 
 from focalkern._types import HALVES
 from focalkern.gamma import GammaTable
-from focalkern.ops._collectives import ALONE
 from focalkern.ops._linear_vocab_parallel import (
     NOTHING,
     HeadOptions,
@@ -48,10 +47,7 @@ def linear_focal_loss_over_ranks(
     z_loss: float,
     return_stats: bool,
 ) -> tuple[Tensor, LossStats | None]:
-    """:func:`focalkern.linear_focal_loss` over ``process_group``, with a float64 loss.
-
-    One process calls it too, for z_loss and return_stats; its group is ALONE.
-    """
+    """:func:`focalkern.linear_focal_loss` over ``process_group``, with a float64 loss."""
     leading, classes = input.shape[:-1], len(linear_weight)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, z_loss)
     settings = check_settings(_OP, kind_of(modulation), target, leading, classes, gamma, 0.0, *options)
@@ -123,7 +119,7 @@ def _arguments(*given: Any) -> tuple[HeadTensors, Split, Settings, HeadOptions, 
     name, kind, ignore_index, label_smoothing, detach_modulation = given[15:20]
     table = None if edges is None else GammaTable._unchecked(edges, gamma)
     tensors = HeadTensors(given[0], given[1], given[2], given[3], gamma if table is None else None, given[6], given[7])
-    split = Split(resolve(name) if name else ALONE, *given[8:15])
+    split = Split(resolve(name), *given[8:15])
     values = gamma if table is None else table
     settings = Settings(_OP, kind, values, 0.0, ignore_index, label_smoothing, detach_modulation, given[26])
     return tensors, split, settings, HeadOptions(*given[20:26]), tuple(given[27])

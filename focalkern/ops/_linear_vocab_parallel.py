@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from focalkern._types import compute_dtype
-from focalkern.ops._collectives import ALONE, all_reduce
+from focalkern.ops._collectives import all_reduce
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, is_plain
-from focalkern.ops._loss_extras import loss_with_extras
 from focalkern.ops._loss_stats import packed_stats
 from focalkern.ops._vocab_slices import (
     RowStatistics,
@@ -181,8 +179,6 @@ class LinearParallel(torch.autograd.Function):
         *saved, state, of_gamma = ctx.saved_tensors
         tensors, needs = HeadTensors(*saved), ctx.needs_input_grad
         upstream = g if ctx.scale is None else g * ctx.scale
-        if ctx.split.group is ALONE and torch.is_grad_enabled():
-            return *_differentiable_gradients(upstream, tensors, needs, ctx.split, ctx.settings, ctx.options), *_REST
         refuse_second_derivatives("linear_focal_loss")
         found, ctx.gradients = ctx.gradients, None
         if found is None:
@@ -198,36 +194,6 @@ class LinearParallel(torch.autograd.Function):
 
 
 _REST = (None,) * 5  # no gradients of row_weights, class_weights and the three arguments that are not tensors
-
-
-def _differentiable_gradients(
-    upstream: Tensor, tensors: HeadTensors, needs: Any, split: Split, settings: Settings, options: HeadOptions
-) -> list[Tensor | None]:
-    """The gradients of the first five tensors from all logits at once, in differentiable operations."""
-    x, w, b = (None if t is None else t.to(options.dtype) for t in tensors[:3])
-    assert x is not None and w is not None
-    z = torch.nn.functional.linear(x, w, b)
-    z = options.softcap * torch.tanh(z / options.softcap) if options.softcap else z
-    losses = loss_with_extras(
-        settings.op,
-        settings.kind,
-        z.to(compute_dtype(z.dtype)),
-        split.target if tensors.target is None else tensors.target.to(compute_dtype(z.dtype)),
-        settings.gamma if tensors.gamma is None else tensors.gamma,
-        weight=tensors.class_weights,
-        ignore_index=settings.ignore_index,
-        reduction="none",
-        label_smoothing=settings.label_smoothing,
-        detach_modulation=settings.detach_modulation,
-        z_loss=settings.z_loss,
-        return_stats=False,
-    )
-    if tensors.class_weights is None:  # class weights are already part of the loss
-        losses = losses * tensors.row_weights.to(losses.dtype)
-    wanted = [t for t, need in zip(tensors[:5], needs[:5], strict=True) if need and t is not None]
-    rows = upstream.expand(len(x)).to(losses.dtype)
-    found = iter(torch.autograd.grad(losses, wanted, rows, create_graph=True, allow_unused=True))
-    return [next(found) if need and t is not None else None for t, need in zip(tensors[:5], needs[:5], strict=True)]
 
 
 def cast_gradients(found: HeadGradients, tensors: HeadTensors) -> HeadGradients:

@@ -19,10 +19,11 @@ from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for
 from focalkern.ops._collectives import ALONE
 from focalkern.ops._loss_stats import LossWithStats, stats_of
+from focalkern.ops._row_kernels import adds_z_loss
 from focalkern.ops._row_loss import check_tensor, check_types, needs_float64, row_loss
-from focalkern.ops._z_loss import adds_z_loss, loss_plus_z_loss, loss_with_z_loss
+from focalkern.ops._z_loss import loss_plus_z_loss, loss_with_z_loss
 from focalkern.ops.focal_loss_vocab_parallel import loss_of_slices, refuse_stats_of_probabilities
-from focalkern.ops.row_sums import Statistics, row_statistics
+from focalkern.ops.row_sums import Statistics, statistics_of_input
 
 __all__ = ["loss_with_extras"]
 
@@ -46,7 +47,6 @@ def loss_with_extras(
     check_tensor(op, "input", input)
     check_tensor(op, "target", target)
     refuse_stats_of_probabilities(op, target, return_stats)
-    class_dim = min(input.dim() - 1, 1)
     transformed = torch._C._are_functorch_transforms_active()
     apart = transformed or torch.autograd.forward_ad._current_level >= 0 or not has_float64(input.device)
     arguments = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
@@ -65,9 +65,7 @@ def loss_with_extras(
         raise NotImplementedError(f"{op}: torch.func does not transform return_stats=True; leave it out")
     with torch.no_grad():
         if of_rows is None:
-            z = input.detach()
-            rows = z if z.dim() == 2 else z.movedim(class_dim, -1).reshape(target.numel(), -1)
-            of_rows = row_statistics(rows, target.reshape(-1), ignore_index)
+            of_rows = statistics_of_input(input.detach(), target, ignore_index)
         return LossWithStats(loss, stats_of(of_rows, target.shape))
 
 

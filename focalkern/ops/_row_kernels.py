@@ -10,18 +10,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from focalkern._types import compute_dtype
+from focalkern._types import PLAIN_TENSORS, compute_dtype
 from focalkern.gamma import GammaTable
-from focalkern.ops._backend import backend_for, has_kernels
+from focalkern.ops._backend import backend_for, fallback, has_kernels
 from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
-from focalkern.ops.row_sums import row_statistics
+from focalkern.ops.row_sums import statistics_of_input
 
 __all__ = [
+    "Block",
+    "Saved",
+    "Settings",
+    "adds_z_loss",
+    "forward_with_extras",
     "gradients_of_rows",
-    "gradients_with_z_loss",
+    "gradients_with_extras",
     "losses_of_margins",
     "losses_of_rows",
     "losses_with_extras",
+    "row_weights",
     "slice_gradient",
     "slice_statistics",
 ]
@@ -50,8 +56,13 @@ class Settings(NamedTuple):
     epsilon: float = 0.0
 
 
-# Numbers for the gradients in logits and target, and for that in gamma; None in plain torch.
-Saved = tuple[Tensor | None, Tensor | None]
+class Saved(NamedTuple):
+    """Numbers of the forward pass for the gradients."""
+
+    numbers: Tensor | None  # of the kernel, for the gradients in logits and target; None in plain torch
+    of_gamma: Tensor | None = None  # of the kernel, for the gradient in gamma, if they differ
+    lse: Tensor | None = None  # [n], if the kernel's numbers lack the z-loss
+    of_lse: Tensor | None = None  # [n] 2 c w lse, its derivative in lse
 
 
 def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
@@ -92,48 +103,97 @@ def gradients_of_rows(
     return of_logits, of_target, of_gamma
 
 
-def losses_with_extras(
-    block: Block, settings: Settings, z_loss: float, with_statistics: bool
+def adds_z_loss(kind: int, input: Tensor, target: Tensor, label_smoothing: float) -> bool:
+    """Whether the kernels save numbers to which :func:`forward_with_extras` can add those of the z-loss."""
+    soft = target.is_floating_point() or label_smoothing > 0
+    return (input.is_cuda or (input.is_cpu and (kind == kind_of(None) or soft))) and has_kernels(input)
+
+
+def forward_with_extras(
+    block: Block, reduction: int, settings: Settings, z_loss: float, return_stats: bool
 ) -> tuple[Tensor, Saved, tuple[Tensor, ...]]:
-    """The losses [n] plus ``z_loss`` lse^2, the saved numbers of both, and the statistics of the rows (empty without
-    ``with_statistics``), by the kernels of the compiled module on the CPU."""
+    """The loss by the kernels plus ``z_loss`` lse^2 (if :func:`adds_z_loss`), the saved numbers of both, and, if asked
+    for, the statistics. Logits are [C], [N, C] or [N, C, ...]."""
     logits, target = block.logits, block.target
+    soft = target.is_floating_point() or settings.label_smoothing > 0
+    is_plain = type(logits) in PLAIN_TENSORS and not torch.compiler.is_compiling()
+    backend: Any = backend_for(logits) if is_plain and (logits.is_cpu or logits.is_cuda) else fallback
+    together, found = getattr(backend, "row_loss_with_statistics", None), None
+    if return_stats and together is not None:
+        found = together(*block, reduction, *settings[:3], settings.kind, True)
+    of_rows: tuple[Tensor, ...] = ()
+    if found is not None:
+        loss, saved, of_rows = found
+    else:
+        loss, saved = torch.ops.focalkern.focal_loss_forward(*block, reduction, *settings)
+        if return_stats or (z_loss and soft and not logits.is_cpu):
+            of_rows = statistics_of_input(logits, target, settings.ignore_index)
+    if not z_loss:
+        return loss, Saved(saved), of_rows
+    arguments = (loss, saved, logits, target, block.weight, settings.ignore_index, soft, reduction, z_loss)
+    if logits.is_cpu:
+        loss, edited = backend.z_loss(*arguments)
+    else:
+        loss, edited = fallback.z_loss(*arguments, of_rows[2] if soft else None)
+    # On the CPU the derivative in gamma of labels without smoothing needs the numbers of the row loss.
+    return loss, Saved(edited, saved if logits.is_cpu and not soft else None), of_rows if return_stats else ()
+
+
+def losses_with_extras(
+    block: Block, settings: Settings, z_loss: float, return_stats: bool
+) -> tuple[Tensor, Saved, tuple[Tensor, ...]]:
+    """The losses [n] plus ``z_loss`` w lse^2 with the weight w of the label, the saved numbers of both, and, if asked
+    for, the statistics of the rows."""
+    logits, target, *_, weight = block
     if needs_float64(logits, target, settings.label_smoothing):
         wide = block._replace(logits=logits.double())
-        losses, numbers, statistics = losses_with_extras(wide, settings, z_loss, with_statistics)
+        losses, numbers, statistics = losses_with_extras(wide, settings, z_loss, return_stats)
         return losses.to(logits.dtype), numbers, statistics
-    backend: Any = backend_for(logits)
-    of_rows: tuple[Tensor, ...] = ()
-    found = None
-    if with_statistics:
-        options = (*settings[:3], settings.kind, True)
-        found = backend.row_loss_with_statistics(*block, _NO_REDUCTION, *options)
-    if found is not None:
-        losses, saved, of_rows = found
+    adds = not z_loss or adds_z_loss(settings.kind, logits, target, settings.label_smoothing)
+    if has_kernels(logits):
+        of_kernels = (z_loss, return_stats) if adds else (0.0, True)
+        losses, saved, statistics = forward_with_extras(block, _NO_REDUCTION, settings, *of_kernels)
     else:
-        losses, saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, *settings)
-        of_rows = row_statistics(logits, target, settings.ignore_index) if with_statistics else ()
-    if not z_loss:
-        return losses, (saved, saved), of_rows
-    soft = target.is_floating_point() or settings.label_smoothing > 0
-    arguments = (losses, saved, logits, target, block.weight, settings.ignore_index, soft, _NO_REDUCTION, z_loss)
-    losses, edited = backend.z_loss(*arguments)
-    # The derivative in gamma of labels without smoothing needs the numbers of the row loss.
-    return losses, (edited, edited if soft else saved), of_rows
+        losses, saved = _plain_losses(block, settings), Saved(None)
+        statistics = statistics_of_input(logits, target, settings.ignore_index)
+    if not adds:
+        lse = statistics[2]
+        of_lse = z_loss * row_weights(target, weight, settings.ignore_index, lse.dtype)[0] * lse
+        losses, saved = losses + of_lse * lse, saved._replace(lse=lse, of_lse=2.0 * of_lse)
+    return losses, saved, statistics if return_stats else ()
 
 
-def gradients_with_z_loss(
+def gradients_with_extras(
     upstream: Tensor, block: Block, settings: Settings, saved: Saved, needed: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`gradients_of_rows`, from what :func:`losses_with_extras` saved."""
-    edited, unedited = saved
-    apart = needed[2] and edited is not unedited
+    if saved.lse is not None and saved.of_lse is not None:
+        z = block.logits.to(saved.lse.dtype)  # the sum of both gradients is rounded once
+        found = gradients_of_rows(upstream.to(z.dtype), block._replace(logits=z), settings, saved.numbers, needed)
+        if needed[0]:
+            slope = (upstream * saved.of_lse).unsqueeze(1)
+            found[0].add_(torch.where(slope == 0, 0.0, slope * (z - saved.lse.unsqueeze(1)).exp()))
+        return found
+    apart = needed[2] and saved.of_gamma is not None
     of_logits, of_target, of_gamma = gradients_of_rows(
-        upstream, block, settings, edited, (needed[0], needed[1], needed[2] and not apart)
+        upstream, block, settings, saved.numbers, (needed[0], needed[1], needed[2] and not apart)
     )
     if apart:
-        of_gamma = gradients_of_rows(upstream, block, settings, unedited, (False, False, True))[2]
+        of_gamma = gradients_of_rows(upstream, block, settings, saved.of_gamma, (False, False, True))[2]
     return of_logits, of_target, of_gamma
+
+
+def row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The weight of each row [N] in the z-loss and in the divisor of the mean, and whether the row counts. A row of
+    class probabilities has the weight 1."""
+    if target.is_floating_point():
+        every = torch.ones(target.shape[:1], dtype=dtype, device=target.device)
+        return every, every > 0
+    counts = target != ignore_index
+    if weight is None:
+        return counts.to(dtype), counts
+    index = torch.where((target >= 0) & (target < len(weight)), target, 0).long()
+    return torch.where(counts, weight.to(dtype)[index], 0.0), counts
 
 
 @contextlib.contextmanager

@@ -12,32 +12,15 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, PLAIN_TENSORS, REDUCTIONS
+from focalkern._types import HALVES, REDUCTIONS
 from focalkern.gamma import GammaTable
-from focalkern.ops._backend import backend_for, fallback, has_kernels
-from focalkern.ops._linear_chunks import is_plain
-from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
+from focalkern.ops._row_kernels import Block, Settings, forward_with_extras
+from focalkern.ops._row_loss import needs_float64, row_loss
 from focalkern.ops._vocab_slices import Split
 from focalkern.ops.focal_loss_vocab_parallel import plain_statistics, reduced, statistics_of
-from focalkern.ops.row_sums import Statistics, row_statistics
+from focalkern.ops.row_sums import Statistics
 
-__all__ = ["adds_z_loss", "kernels_add_extras", "loss_plus_z_loss", "loss_with_z_loss"]
-
-_FOCAL = kind_of(None)
-
-
-def adds_z_loss(kind: int, input: Tensor, target: Tensor, label_smoothing: float) -> bool:
-    """Whether the kernels save numbers to which this module can add those of the z-loss."""
-    adds = input.is_cuda or (input.is_cpu and (kind == _FOCAL or target.is_floating_point() or label_smoothing > 0))
-    return adds and has_kernels(input)
-
-
-def kernels_add_extras(kind: int, input: Tensor, target: Tensor, label_smoothing: float, z_loss: float) -> bool:
-    """Whether an eager call on the CPU has kernels for the statistics and, if needed, the z-loss."""
-    if torch.compiler.is_compiling() or not (is_plain(input) and is_plain(target)):
-        return False
-    gives_statistics = hasattr(backend_for(input), "row_loss_with_statistics")
-    return gives_statistics and (not z_loss or adds_z_loss(kind, input, target, label_smoothing))
+__all__ = ["loss_plus_z_loss", "loss_with_z_loss"]
 
 
 def loss_dtype(input: Tensor, target: Tensor) -> torch.dtype:
@@ -99,28 +82,13 @@ class _LossWithZLoss(torch.autograd.Function):
         z_loss: float,
         return_stats: bool,
     ) -> Tensor | tuple[Tensor, ...]:
-        tensors = (input, target, gamma, edges, weight)
-        options = (reduction, ignore_index, label_smoothing, detach_modulation)
-        soft = target.is_floating_point() or label_smoothing > 0
-        use_module = type(input) in PLAIN_TENSORS and not torch.compiler.is_compiling()
-        backend = backend_for(input) if use_module else fallback
-        together, found = getattr(backend, "row_loss_with_statistics", None), None
-        if return_stats and together is not None:
-            found = together(*tensors, *options, kind, True)
-        if found is None:
-            loss, saved = torch.ops.focalkern.focal_loss_forward(*tensors, *options, True, kind, 0.0)
-        else:
-            loss, saved, of_rows = found
-        arguments = (loss, saved, input, target, weight, ignore_index, soft, reduction, z_loss)
-        if input.is_cpu:
-            loss, edited = backend.z_loss(*arguments)
-        else:
-            lse = _lse(input, target, ignore_index) if soft and found is None else of_rows[2] if soft else None
-            loss, edited = fallback.z_loss(*arguments, lse)
-        # On the CPU the derivative in gamma of labels without smoothing needs the numbers of the row loss.
-        ctx.save_for_backward(*tensors, edited, saved if ctx.needs_input_grad[2] and input.is_cpu else None)
-        ctx.arguments = (op, kind, *options, z_loss)
-        if found is None:
+        tensors = Block(input, target, gamma, edges, weight)
+        options = (ignore_index, label_smoothing, detach_modulation)
+        settings = Settings(*options, True, kind, 0.0)  # in a graph of dynamic shapes a default would be an input
+        loss, saved, of_rows = forward_with_extras(tensors, reduction, settings, z_loss, return_stats)
+        ctx.save_for_backward(*tensors, saved.numbers, saved.of_gamma if ctx.needs_input_grad[2] else None)
+        ctx.arguments = (op, kind, reduction, *options, z_loss)
+        if not of_rows:
             return loss
         ctx.mark_non_differentiable(*of_rows)
         return loss, *of_rows
@@ -128,11 +96,10 @@ class _LossWithZLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> Any:
         *tensors, edited, saved = ctx.saved_tensors
-        _, target, _, edges, _ = tensors
+        edges, apart = tensors[3], saved is not None
         _, kind, *options, _ = ctx.arguments
-        label_smoothing, detach_modulation = options[2:]
         of_input, of_target, of_gamma = ctx.needs_input_grad[:3]
-        of_gamma = of_gamma and edges is None and not detach_modulation
+        of_gamma = of_gamma and edges is None and not options[3]  # detach_modulation
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return *_differentiable(ctx, upstream, tensors, (of_input, of_target, of_gamma)), *_NO_GRADIENTS
 
@@ -142,7 +109,6 @@ class _LossWithZLoss(torch.autograd.Function):
             )
             return found
 
-        apart = saved is not None and not (target.is_floating_point() or label_smoothing > 0)
         found = list(gradients(edited, [of_input, of_target, of_gamma and not apart]))
         if of_gamma and apart:
             found[2] = gradients(saved, [False, False, True])[2]
@@ -153,15 +119,6 @@ class _LossWithZLoss(torch.autograd.Function):
 
 
 _NO_GRADIENTS = (None,) * 10
-
-
-def _lse(input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """The log-sum-exp of each row [N]."""
-    class_dim = min(input.dim() - 1, 1)
-    rows = input.movedim(class_dim, -1).reshape(-1, input.shape[class_dim])
-    if target.is_floating_point():
-        return row_statistics(rows, rows.new_zeros(len(rows), dtype=torch.int64), -100)[2]
-    return row_statistics(rows, target.reshape(-1), ignore_index)[2]
 
 
 def _differentiable(

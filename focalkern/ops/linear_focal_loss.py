@@ -10,7 +10,6 @@ from focalkern._checks import reduction_code
 from focalkern._types import HALVES, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
-from focalkern.ops._collectives import ALONE
 from focalkern.ops._dtensor import is_dtensor, linear_loss_over_mesh
 from focalkern.ops._linear_arguments import (
     are_few,
@@ -27,9 +26,8 @@ from focalkern.ops._linear_chunks import default_chunk_rows, is_plain, product_d
 from focalkern.ops._linear_pass import NONE, Options, capped, check_labels
 from focalkern.ops._linear_vocab_operator import linear_focal_loss_over_ranks
 from focalkern.ops._linear_vocab_parallel import slice_of_dtensor
-from focalkern.ops._loss_stats import LossStats, LossWithStats, no_statistics, stats_of
-from focalkern.ops._row_loss import Modulation, check_modulation, kind_of
-from focalkern.ops._z_loss import kernels_add_extras
+from focalkern.ops._loss_stats import LossStats, LossWithStats, stats_of
+from focalkern.ops._row_loss import Modulation, check_modulation
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.ops.focal_loss_vocab_parallel import extras_of, refuse_stats_of_probabilities
 
@@ -170,10 +168,12 @@ def linear_focal_loss(
         reduce_input_grad: sum the gradient of ``input`` over the ranks. False returns each rank's partial gradient, for
             a caller that reduces it itself (sequence parallelism scatters it).
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
-            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It needs no matrix product
-            and no pass over the logits beyond those of the loss.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. The forward pass computes both
-            without another read of the logits.
+            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``); both have the class weight
+            of the label. It takes no matrix product and, with kernels, no further read of the logits. Exceptions:
+            smoothing and class probabilities take another read on CUDA; torch operations add the z-loss of labels with
+            ``modulation`` and without smoothing on the CPU, and every z-loss in plain torch.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. The compiled module computes loss and
+            statistics from one read of the logits (on CUDA without smoothing); elsewhere they take another read.
 
     Returns:
         The loss, scalar or of the leading shape of ``input``, in the dtype of ``focal_loss(F.linear(...))``: the dtype
@@ -183,11 +183,7 @@ def linear_focal_loss(
         Differentiable in ``input``, ``linear_weight``, ``linear_bias``, ``gamma`` and class probabilities, to any
         order; the second derivative also works chunk by chunk. Under ``torch.compile`` it is one operator of the graph.
         Forward-mode derivatives are an error: use ``focal_loss(F.linear(...))``. With ``return_stats=True`` a
-        :class:`LossWithStats` (loss, stats). Eager calls on the CPU with the compiled module compute ``z_loss`` and
-        ``return_stats`` in the kernels of the loss. In compiled graphs, on other devices, with other modules, and for
-        ``z_loss`` of labels with ``modulation``, the code for ranks computes the loss: numbers per row are float64, for
-        class probabilities and smoothing also the terms of every class; second derivatives hold all logits at once.
-        With both options torch.func holds all logits at once.
+        :class:`LossWithStats` (loss, stats), which torch.func does not transform.
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -262,12 +258,14 @@ def linear_focal_loss(
     check_tensors(input, linear_weight, target, linear_bias, weight, over_ranks)
     z_loss, return_stats = extras_of(_OP, z_loss, return_stats)
     refuse_stats_of_probabilities(_OP, target, return_stats)
-
-    def over_group(gamma: Any, group: Any, chunk_rows: int | None) -> Tensor | LossWithStats:
-        dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
-        if not over_ranks and target.is_floating_point():
-            loss_dtype = torch.promote_types(loss_dtype, target.dtype)
-        loss, stats = linear_focal_loss_over_ranks(
+    dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
+    if over_ranks:
+        if linear_weight.dim() > 2:
+            raise ValueError(
+                f"{_OP}: linear_weight must be [C_r, D] with process_group, got shape {list(linear_weight.shape)}; a "
+                "K-dimensional head cannot be split over ranks"
+            )
+        loss, of_rows = linear_focal_loss_over_ranks(
             input,
             linear_weight,
             target,
@@ -282,29 +280,19 @@ def linear_focal_loss(
             chunk_rows=chunk_rows,
             softcap=0.0 if softcap is None else float(softcap),
             dtype=product_dtype(input.device, dtype),
-            process_group=group,
+            process_group=process_group,
             reduce_input_grad=reduce_input_grad,
             z_loss=z_loss,
             return_stats=return_stats,
         )
-        return loss.to(loss_dtype) if stats is None else LossWithStats(loss.to(loss_dtype), stats)
-
-    if over_ranks:
-        if linear_weight.dim() > 2:
-            raise ValueError(
-                f"{_OP}: linear_weight must be [C_r, D] with process_group, got shape {list(linear_weight.shape)}; a "
-                "K-dimensional head cannot be split over ranks"
-            )
-        return over_group(gamma, process_group, chunk_rows)
+        return loss.to(loss_dtype) if of_rows is None else LossWithStats(loss.to(loss_dtype), of_rows)
     classes, leading = linear_weight.shape[0], input.shape[:-1]
     edges, gamma = gamma_of(gamma, input)
     check_target(target, leading, linear_weight.shape[:-1], ignore_index)
     check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
     # Without kernels, and under a transform, a graph contains F.linear and focal_loss, which the compiler may fuse.
     compiling = torch.compiler.is_compiling()
-    extras = z_loss != 0 or return_stats
-    transformed = (compiling or extras) and torch._C._are_functorch_transforms_active()
-    dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
+    transformed = (compiling or return_stats) and torch._C._are_functorch_transforms_active()
     if target.is_floating_point():
         loss_dtype = torch.promote_types(loss_dtype, target.dtype)
     few = (
@@ -338,8 +326,6 @@ def linear_focal_loss(
     size = (
         default_chunk_rows(rows.shape[0], rows.shape[1], classes, used.itemsize) if chunk_rows is None else chunk_rows
     )
-    if extras and not kernels_add_extras(kind_of(modulation), rows, target, label_smoothing, z_loss):
-        return over_group(gamma if edges is None else GammaTable._unchecked(edges, gamma), ALONE, size)
     targets = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
     if edges is None and gamma.dim() > 0:
         gamma = gamma.expand(leading).reshape(-1)
@@ -354,15 +340,12 @@ def linear_focal_loss(
         float64_loss=loss_dtype == torch.float64,
         chunk_rows=int(size),
         z_loss=z_loss,
-        stats=no_statistics(rows) if return_stats else (),
     )
-    loss = loss_of((rows, linear_weight, linear_bias, targets, gamma, edges, weight), options)
+    loss, stats = loss_of((rows, linear_weight, linear_bias, targets, gamma, edges, weight), options, return_stats)
     if code == NONE:
         loss = loss.reshape(leading)
     loss = loss.to(loss_dtype)
-    if not return_stats:
-        return loss
-    return LossWithStats(loss, stats_of(options.stats, leading))
+    return LossWithStats(loss, stats_of(stats, leading)) if return_stats else loss
 
 
 def _unfused(

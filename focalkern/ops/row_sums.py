@@ -13,7 +13,7 @@ from focalkern._types import PLAIN_TENSORS, compute_dtype
 from focalkern.ops._backend import backend_for, fallback
 from focalkern.ops._linear_chunks import is_plain
 
-__all__ = ["Statistics", "row_statistics", "row_sums"]
+__all__ = ["Statistics", "row_statistics", "row_sums", "statistics_of_input"]
 
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -32,6 +32,15 @@ def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> Statisti
         return _statistics(input, target, ignore_index)
     found: Statistics = torch.ops.focalkern.row_statistics(input, target, ignore_index)
     return found
+
+
+def statistics_of_input(input: Tensor, target: Tensor, ignore_index: int) -> Statistics:
+    """:func:`row_statistics` of logits [C], [N, C] or [N, C, ...]. For class probabilities only lse and entropy."""
+    z = input.movedim(min(input.dim() - 1, 1), -1)
+    rows = z.reshape(z.shape[:-1].numel(), z.shape[-1])
+    if target.is_floating_point():
+        return row_statistics(rows, rows.new_zeros(len(rows), dtype=torch.int64), -100)
+    return row_statistics(rows, target.reshape(-1), ignore_index)
 
 
 def _sums(input: Tensor) -> tuple[Tensor, Tensor]:

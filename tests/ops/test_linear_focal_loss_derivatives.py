@@ -106,8 +106,8 @@ def test_forward_mode_is_an_error_that_says_what_to_use():
 
 
 @pytest.mark.kernels  # without gradients the graph contains the two operations
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_it_compiles_into_one_graph(reduction):
+@pytest.mark.parametrize(("reduction", "z_loss"), [("mean", 0.0), ("none", 0.0), ("mean", 0.1)])
+def test_it_compiles_into_one_graph(reduction, z_loss):
     torch._dynamo.reset()
     graphs = []
 
@@ -118,13 +118,14 @@ def test_it_compiles_into_one_graph(reduction):
     compiled = torch.compile(fk.linear_focal_loss, fullgraph=True, backend="aot_eager")
     counted = torch.compile(fk.linear_focal_loss, fullgraph=True, backend=backend)
     x, w, b, target = problem(torch.float32)
+    options = {"linear_bias": b, "reduction": reduction, "z_loss": z_loss}
     for gamma in (2.0, 1.0):
-        expected = fk.linear_focal_loss(x, w, target, gamma, linear_bias=b, reduction=reduction)
-        found = compiled(x, w, target, gamma, linear_bias=b, reduction=reduction)
+        expected = fk.linear_focal_loss(x, w, target, gamma, **options)
+        found = compiled(x, w, target, gamma, **options)
         assert_close(found, expected)
         for a, e in zip(derivatives(found, (x, w, b)), derivatives(expected, (x, w, b)), strict=True):
             assert_close(a, e)
-        assert_close(counted(x, w, target, gamma, linear_bias=b, reduction=reduction), expected)
+        assert_close(counted(x, w, target, gamma, **options), expected)
     names = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert sum("linear_focal_loss" in name for name in names) == 1
     assert not any("linear." in name or "mm." in name for name in names)
@@ -136,10 +137,10 @@ def test_opcheck(reduction):
     x, w, b, target = problem(torch.float32)
     code = {"none": 0, "mean": 1}[reduction]
     gamma = torch.tensor(2.0, dtype=torch.float64)
-    settings = (-100, 0.0, False, None, 0.0, torch.float32, False, 4)
+    settings = (-100, 0.0, False, None, 0.0, torch.float32, False, 4, 0.1)  # the last is the factor of the z-loss
     needed = [True, True, True, False, False]
     arguments = (x, w, b, target, gamma, None, None)
-    torch.library.opcheck(torch.ops.focalkern.linear_focal_loss.default, (*arguments, code, *settings, needed))
+    torch.library.opcheck(torch.ops.focalkern.linear_focal_loss.default, (*arguments, code, *settings, needed, True))
     detached = [t.detach() if t is not None else None for t in arguments]
     torch.library.opcheck(
         torch.ops.focalkern.linear_focal_loss_gradient.default, (torch.rand(N), *detached, *settings, needed)

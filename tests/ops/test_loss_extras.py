@@ -312,6 +312,19 @@ def test_derivatives_of_a_head(reduction):
     assert torch.autograd.gradgradcheck(loss, (x, w, gamma), nondet_tol=1e-12)
 
 
+@pytest.mark.parametrize("modulation", [None, "confidence"])
+def test_torch_func_of_a_head(modulation):
+    """Chunk by chunk, without all logits at once."""
+    x, w, target = torch.randn(N, D, dtype=torch.float64), torch.randn(C, D, dtype=torch.float64), labels_of((N,))
+    options = {"gamma": 1.0, "modulation": modulation, "z_loss": 0.3}
+
+    def slope(loss):
+        return torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x)
+
+    found = slope(lambda x: fk.linear_focal_loss(x, w, target, chunk_rows=4, **options))
+    assert_close(found, slope(lambda x: fk.focal_loss(x @ w.T, target, **options)))
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
 def test_one_graph_of_a_head():
     def loss(x, w, target):

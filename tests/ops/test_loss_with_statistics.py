@@ -9,7 +9,7 @@ from conftest import assert_close
 
 import focalkern as fk
 from focalkern import fallback
-from focalkern.ops import _linear_vocab_parallel, _loss_extras, _row_kernels, _vocab_soft
+from focalkern.ops import _loss_extras, _row_kernels, _vocab_soft
 from focalkern.ops._backend import backend_for
 from focalkern.ops._collectives import ALONE
 from focalkern.ops.row_sums import row_sums
@@ -64,7 +64,7 @@ def test_loss_and_gradients(options, dtype, classes, device, monkeypatch):
     alone = results()
     in_one_read = hasattr(backend_for(z), "row_loss_with_statistics")
     if in_one_read and (device.type == "cpu" or "z_loss" not in options):
-        monkeypatch.setattr(_loss_extras, "row_statistics", None)  # no second read
+        monkeypatch.setattr(_loss_extras, "statistics_of_input", None)  # no second read
     for found, wanted in zip(results(return_stats=True), alone, strict=True):
         assert_close(found, wanted)
 
@@ -100,7 +100,7 @@ def test_pixels_in_one_read(layout, dtype, smoothing, z_loss, device, monkeypatc
     upstream = torch.linspace(1, 2, plain.numel(), dtype=plain.dtype, device=device).reshape(plain.shape)
     (expected,) = torch.autograd.grad(plain, leaf, upstream)
     if hasattr(backend_for(z), "row_loss_with_statistics") and device.type == "cpu":
-        monkeypatch.setattr(_loss_extras, "row_statistics", None)  # no second read
+        monkeypatch.setattr(_loss_extras, "statistics_of_input", None)  # no second read
     loss, stats = fk.focal_loss(leaf, target, 2.0, return_stats=True, **options)
     assert_close(loss, plain)
     assert_close(torch.autograd.grad(loss, leaf, upstream)[0], expected)
@@ -114,16 +114,15 @@ def test_smoothing_over_slices_takes_the_sums_of_the_loss(monkeypatch):
     """Statistics take no further call of row_sums, over ranks; a head on one process reads its logits once."""
     rows, slices = [], sys.modules["focalkern.ops.focal_loss_vocab_parallel"]
     monkeypatch.setattr(_vocab_soft, "row_sums", lambda z: (rows.append(len(z)), row_sums(z))[1])
-    for module in (slices, _linear_vocab_parallel):
-        monkeypatch.setattr(module, "row_sums", None)
+    monkeypatch.setattr(slices, "row_sums", None)
     z, x, w, target = torch.randn(9, 7), torch.randn(9, 5), torch.randn(7, 5), torch.randint(7, (9,))
     arguments = {"label_smoothing": 0.1, "return_stats": True}
     slices.loss_of_slices("focal_loss", 0, z, target, 2.0, process_group=ALONE, **arguments)
     assert rows == [9]
-    in_kernels = hasattr(backend_for(z), "row_loss_with_statistics")
-    monkeypatch.setattr(_row_kernels, "row_statistics", None)
+    if hasattr(backend_for(z), "row_loss_with_statistics"):
+        monkeypatch.setattr(_row_kernels, "statistics_of_input", None)
     fk.linear_focal_loss(x, w, target, 2.0, chunk_rows=9, **arguments)
-    assert rows == ([9] if in_kernels else [9, 9])
+    assert rows == [9]
 
 
 def test_rows_without_a_loss_and_second_derivatives():
