@@ -14,7 +14,7 @@ from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_ide
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import folds_of_all
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling, floored_losses, floored_map
-from focalkern.calibrators._row_source import RowSource, class_counts, fold_by_fold, rows_of
+from focalkern.calibrators._row_source import MemoryRows, RowSource, class_counts, fold_by_fold, rows_of
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_features import masks_zeros
@@ -64,8 +64,7 @@ def cross_validate(
     on_device = fold.to(device)
     source = rows_of(FitData(input, labels, weight))
     order, sizes = fold.argsort(stable=True).to(device), torch.bincount(fold, minlength=folds).tolist()
-    truth, places = labels[order], order.split(sizes)
-    of_folds = [(input[one], labels[one]) for one in places]
+    places = order.split(sizes)
     fits = FoldFits(source, candidates, lambda number: on_device[number], folds)
     entries, losses, unfinished = [], [], []
     for name, candidate in candidates.items():
@@ -82,18 +81,18 @@ def cross_validate(
                 fitted = fits.fit(candidate) if takes else fit_one(candidate, input, labels, None, weight)
                 unfinished += [name] if fitted is None else []
             found = []
-            for k, held_out in enumerate(of_folds if folds and name != "none" and not excluded else ()):
+            for k, place in enumerate(places if folds and name != "none" and not excluded else ()):
                 if fits.takes(candidate):
-                    of_fold = fits.losses(candidate, k, *held_out)
-                    loss[:, places[k]] = of_fold if criterion == "nll" else of_fold[1].expand(2, -1)
+                    of_fold = fits.losses(candidate, k)
+                    loss[:, place] = of_fold if criterion == "nll" else of_fold[1].expand(2, -1)
                 else:
                     kept = on_device != k
                     of_fit = None if weight is None else weight[kept]
                     part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
                     stopped = stopped or getattr(part, "at_border_", ())
-                    found.append(log_proba(part, held_out[0]))
+                    found.append(log_proba(part, input[place]))
             if found:
-                loss[:, order] = losses_of(torch.cat(found), truth, criterion)
+                loss[:, order] = losses_of(torch.cat(found), labels[order], criterion)
         # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
         except Exception as error:
             if name == "none":
@@ -205,16 +204,18 @@ class FoldFits:
             self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds, temperature)
         return None
 
-    def losses(self, candidate: Any, k: int, input: Tensor, labels: Tensor) -> Tensor:
-        """[2, n]: NLL and Brier score of each row of fold k by the fit without it."""
+    def losses(self, candidate: Any, k: int) -> Tensor:
+        """[2, n]: NLL and Brier score of each row of fold k by the fit without it. The rows are in memory."""
         kind = candidate.input_kind
+        if not isinstance(candidate, RobustTemperatureScaling):
+            found = self._fits[float(candidate.penalty), kind].losses(candidate, k)
+            if found is not None:
+                return found
+        rows = self._part(k, True)
+        assert isinstance(rows, MemoryRows)
         if isinstance(candidate, RobustTemperatureScaling):
-            return floored_losses(self._part(k, False), kind, self._temperatures[kind], input.to(torch.float64), labels)
-        fits = self._fits[float(candidate.penalty), kind]
-        found = fits.losses(candidate, k)
-        return (
-            losses_of(fits.held_out(candidate, k)(input.to(torch.float64)), labels, "nll") if found is None else found
-        )
+            return floored_losses(self._part(k, False), kind, self._temperatures[kind], rows)
+        return losses_of(self.held_out(candidate, k)(rows.input.to(torch.float64)), rows.target, "nll")
 
     def held_out(self, candidate: Any, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""

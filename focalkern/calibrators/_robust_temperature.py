@@ -11,7 +11,7 @@ from focalkern.calibrators._document import as_number
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._parameters import LOGITS
-from focalkern.calibrators._row_source import RowSource, rows_of
+from focalkern.calibrators._row_source import MemoryRows, RowSource, rows_of
 from focalkern.calibrators._spline_features import (
     floor_of,
     logit_scale,
@@ -116,15 +116,15 @@ def floored_map(source: RowSource, input_kind: InputKind, near: RobustTemperatur
 
 
 def floored_losses(
-    source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling, input: Tensor, labels: Tensor
+    source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling, rows: MemoryRows
 ) -> Tensor:
-    """[2, n]: NLL and Brier score of rows by the :func:`floored_map` of ``source``; ``input`` [n, C] is float64."""
+    """[2, n]: NLL and Brier score of each of the rows by the :func:`floored_map` of ``source``."""
     temperature, floor, masks = _fit_near(source, input_kind, near)
-    is_probs, weight = input_kind == "probs", torch.ones(len(labels), dtype=torch.float64, device=input.device)
+    input, is_probs = rows.input.to(torch.float64), input_kind == "probs"
     zeros, wide = masks and not is_probs, torch.float64
     no_curve = (torch.arange(2, dtype=wide), torch.zeros(3, 4, 2, dtype=wide), 0.0, torch.zeros(2, dtype=wide))
     losses: Tensor = spline_sums_for(input).spline_row_losses(
-        input, labels, weight, temperature, floor, *no_curve, None, None, None, is_probs, zeros
+        input, rows.target, rows.weight, temperature, floor, *no_curve, None, None, None, is_probs, zeros
     )
     return losses
 

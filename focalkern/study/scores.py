@@ -181,7 +181,8 @@ def _pass(
     samples: Samples, calibrators: Sequence[Any], n_bins: int, wanted: Collection[str] = tuple(SCORES)
 ) -> list[Scored]:
     sums = [_Sums(samples, one, n_bins, wanted) for one in calibrators]
-    counts = _Counts(samples) if samples.facts is None else None
+    # Samples in memory are counted when :func:`facts` is called; files need another pass then.
+    counts = _Counts(samples) if samples.facts is None and samples.memory is None else None
     for _, input, target, _ in samples.batches("measure"):
         if not len(target):
             continue

@@ -321,4 +321,4 @@ def test_losses_of_a_fold_are_those_of_its_predictions(case):
         for k in range(3):
             held_out = input[fold == k], labels[fold == k]
             expected = losses_of(fits.held_out(candidate, k)(held_out[0]), held_out[1], "nll")
-            torch.testing.assert_close(fits.losses(candidate, k, *held_out), expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(fits.losses(candidate, k), expected, rtol=1e-12, atol=1e-12)
