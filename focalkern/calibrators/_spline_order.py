@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ _POINTS, _MIRRORED = 240, 160
 _CHECKED = 2000
 _PASSES = 10
 _DONE = 1e-7  # of J / W
+_ROUNDING = 1e-13  # a constraint that is violated by less holds
 
 
 @functools.lru_cache(maxsize=4)  # the folds of a cross-validation share their spline
@@ -85,7 +87,7 @@ def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
             step = _quadratic_program(here, curve, conditions, constant) - curve
             there = curve_derivatives(rows, Map(curve + step))
             passes += 1
-            # The quadratic program is solved to about 1e-9, so the last step may raise the objective.
+            # A full step may raise the objective; near the optimum, the rise is only rounding.
             while turn > 0 and there.value > here.value + _DONE:
                 step = step / 2
                 there = curve_derivatives(rows, Map(curve + step))
@@ -106,30 +108,42 @@ def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
 
 
 def _quadratic_program(here: Derivatives, at: Tensor, conditions: Tensor, constant: Tensor) -> Tensor:
-    """The minimum of the quadratic model at ``at`` under the constraints, by a log barrier from 0, a feasible point."""
-    point = torch.zeros_like(at)
+    """The minimum of the quadratic model at ``at`` under the constraints, to rounding.
 
-    def value(point: Tensor, mu: float) -> float:
-        slack = conditions @ point + constant
-        if bool((slack <= 0).any()):
-            return torch.inf
-        step = point - at
-        return float(here.gradient @ step + step @ here.hessian @ step / 2 - mu * slack.log().sum())
+    In the coordinates of a root of the Hessian, it is the point of a polyhedron nearest to the free minimum. The
+    residual of non-negative least squares gives this point.
 
-    for exponent in range(-2, -10, -1):
-        mu = 10.0**exponent
-        for _ in range(50):
-            slack = conditions @ point + constant
-            gradient = here.gradient + here.hessian @ (point - at) - mu * (conditions / slack.unsqueeze(1)).sum(0)
-            weighted = conditions / slack.unsqueeze(1)
-            step = -torch.linalg.solve(here.hessian + mu * weighted.T @ weighted, gradient)
-            decrement = -float(gradient @ step)
-            if decrement < 1e-3 * mu:
+    Source: Lawson & Hanson, Solving Least Squares Problems, 1974, algorithm 23.27.
+    """
+    hessian, normals = here.hessian.numpy(), conditions.numpy()
+    root, free = np.linalg.cholesky(hessian), at.numpy() - np.linalg.solve(hessian, here.gradient.numpy())
+    sides = np.vstack([np.linalg.solve(root, normals.T), -(normals @ free + constant.numpy())])
+    unit = np.zeros(len(sides))
+    unit[-1] = 1
+    residual = sides @ _non_negative(sides, unit) - unit
+    return torch.from_numpy(free - np.linalg.solve(root.T, residual[:-1] / residual[-1]))
+
+
+def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The x >= 0 with the smallest norm of ``matrix @ x - target``.
+
+    Source: Lawson & Hanson, Solving Least Squares Problems, 1974, algorithm 23.10.
+    """
+    x, positive = np.zeros(matrix.shape[1]), np.zeros(0, dtype=np.int64)
+    for _ in range(10 * len(matrix)):
+        slopes = matrix.T @ (target - matrix @ x)
+        slopes[positive] = 0
+        if slopes.max() <= _ROUNDING:
+            break
+        positive = np.append(positive, slopes.argmax())
+        while True:
+            before, after = x[positive], np.linalg.lstsq(matrix[:, positive], target, rcond=None)[0]
+            if (after > 0).all():
+                x[positive] = after
                 break
-            before, size = value(point, mu), 1.0
-            while size > 1e-12 and not value(point + size * step, mu) <= before - 1e-4 * size * decrement:
-                size /= 2
-            if size <= 1e-12:
-                break
-            point = point + size * step
-    return point
+            shares = np.divide(before, before - after, out=np.ones_like(after), where=after <= 0)
+            first = shares.argmin()  # the first to become 0 on the way
+            x[positive] = before + shares[first] * (after - before)
+            x[positive[first]] = 0
+            positive = np.delete(positive, first)
+    return x

@@ -339,7 +339,7 @@ def crossing(n=3000, n_classes=3):
 
 @pytest.mark.parametrize("n", [300, 350, 450])
 def test_the_search_under_the_condition_ends_at_rounding(n):
-    """A step that raises the objective by at most the tolerance of the quadratic program is not halved repeatedly."""
+    """A step that raises the objective by at most the tolerance of the search is not halved repeatedly."""
     family = fit_family(rows_of(*crossing(n)), ("scalar",))
     assert family["scalar"].passes - family["free"].passes <= 8
 
