@@ -116,8 +116,9 @@ def _on_gpus(built_for: ModuleType, module: ModuleType, failed: str) -> str:
 
 def _load() -> tuple[ModuleType, ModuleType, str]:
     built_for = _built_for_module()
-    names = _candidates(built_for)
-    if not any((_PACKAGE / f"{names[-1]}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+    candidates = _candidates(built_for)
+    names = [name for name in candidates if any((_PACKAGE / (name + end)).is_file() for end in EXTENSION_SUFFIXES)]
+    if not names:
         python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
         raise _DoesNotFitError(f"focalkern has no compiled module for {python} in {_PACKAGE}. {_rebuild()}")
     failed = ""
