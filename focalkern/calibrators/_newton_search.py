@@ -199,7 +199,9 @@ def _at_low_end(rows: _Rows, gamma: float) -> Steps[SearchResult]:
 # Starts of the Newton steps of minimize_focal. As a function of gamma, each with its best T, the NLL may have a local
 # minimum on either side of a maximum, so that one start is not enough.
 _START_GAMMAS = (-0.95, -0.8, -0.6, -0.4, -0.2, 0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-_START_FACTORS: tuple[float, ...] = tuple(0.2 * 1.17**index for index in range(32))  # of T at gamma = 0: 0.2 to 26
+_START_RATIO = 1.17
+_START_FACTORS = [0.2 * _START_RATIO**index for index in range(32)]  # of T at gamma = 0: 0.2 to 26
+_N_SMOOTH = 7  # for the first of these gammas the NLL is smooth enough in T for every second factor
 
 
 def minimize_focal(
@@ -245,10 +247,14 @@ def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[Searc
     else:
         axis = [factor * plain.temperature for factor in _START_FACTORS]
         axis = [temperature for temperature in axis if TEMPERATURE_BOUNDS[0] <= temperature <= TEMPERATURE_BOUNDS[1]]
-        cells = coarse_table(rows.input, rows.target, rows.input_kind, rows.criterion, _START_GAMMAS, axis)
-        n_cells += cells.size
-        columns = cells.argmin(1)
-        starts[:0] = [(_START_GAMMAS[i], axis[columns[i]]) for i in valleys(cells.min(1))[:3]]
+        lowest_of = []
+        smooth, others = _START_GAMMAS[:_N_SMOOTH], _START_GAMMAS[_N_SMOOTH:]
+        for gammas, stride in ((smooth, 2 if rows.criterion == "nll" else 1), (others, 1)):
+            cells = coarse_table(rows.input, rows.target, rows.input_kind, rows.criterion, gammas, axis[::stride])
+            n_cells += cells.size
+            places, lowest = _vertices(cells)
+            lowest_of += [*zip(lowest, gammas, axis[0] * _START_RATIO ** (stride * places), strict=True)]
+        starts[:0] = [lowest_of[i][1:] for i in valleys(np.array([value for value, *_ in lowest_of]))[:3]]
 
     best_point, best_value = np.array([0.0, math.log(plain.temperature)]), plain.value
     bottoms: list[tuple[np.ndarray, float]] = []
@@ -270,6 +276,17 @@ def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[Searc
     ]
     temperature = _temperature(float(best_point[1]))
     return SearchResult(math.expm1(best_point[0]), temperature, float(best_value), n_cells, tuple(words))
+
+
+def _vertices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Place and value of the vertex of the parabola through the smallest number of each row and its neighbours."""
+    places = cells.argmin(1)
+    padded = np.pad(cells, ((0, 0), (1, 1)), constant_values=np.inf)
+    before, lowest, after = (padded[np.arange(len(cells)), places + side] for side in range(3))
+    with np.errstate(invalid="ignore", divide="ignore"):  # at an end and in a flat row, the place of the number itself
+        fall = (before - after) / 2
+        moved = np.nan_to_num(fall / (before - 2 * lowest + after)).clip(-0.5, 0.5)
+        return places + moved, lowest - np.nan_to_num(fall * moved) / 2
 
 
 def _temperature(log: float) -> float:
