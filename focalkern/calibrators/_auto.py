@@ -1,7 +1,7 @@
 """AutoCalibrator: the candidate chosen by cross-validation, as one calibrator with scikit-learn's interface."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -208,6 +208,9 @@ class AutoCalibrator(FitsBatches):
                 tuple(cross_validation_warnings(cross_validation)),
             ),
         }
+
+    def _invalid_rows_are(self) -> Literal["rejected"] | None:
+        return "rejected" if isinstance(self.calibrator_, Calibrator) else None
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         if isinstance(self.calibrator_, Calibrator):

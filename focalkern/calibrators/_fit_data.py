@@ -107,13 +107,20 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
             or a sum other than 1. The error names the row, its index into the flattened leading dimensions.
     """
     rows = input.detach()
-    if input_kind == "probs":
-        off = (rows.sum(-1, dtype=torch.float32 if rows.dtype != torch.float64 else None) - 1).abs()
-        good = (off <= sum_tolerance(rows.dtype)) & (rows.amin(-1) >= 0)
-    else:
-        good = rows.amax(-1).abs() < math.inf  # the maximum of a row with NaN is NaN
-    if counts is None and bool(good.all()):
+    if rows.numel() == 0:
         return
+    if input_kind == "probs":
+        tolerance, least = sum_tolerance(rows.dtype), rows.amin(-1)
+        total = rows.sum(-1, dtype=torch.float32 if rows.dtype != torch.float64 else None)
+        low, high = map(float, total.aminmax())
+        if max(1 - low, high - 1) <= tolerance and float(least.amin()) >= 0:
+            return
+        good = ((total - 1).abs() <= tolerance) & (least >= 0)
+    else:
+        top = rows.amax(-1)  # the maximum of a row with NaN is NaN
+        if math.isfinite(top.sum()):
+            return
+        good = top.abs() < math.inf
     bad = (~good if counts is None else ~good & counts).reshape(-1).nonzero()
     if len(bad) == 0:
         return

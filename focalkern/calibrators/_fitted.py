@@ -1,9 +1,9 @@
 """Application of a fitted calibrator to rows: checks of the input, floor, probabilities, predicted classes."""
 
-import functools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -214,6 +214,14 @@ class Fitted(Parameters):
         """Maps [..., C] to calibrated (log-)probabilities [..., C]."""
         raise NotImplementedError
 
+    def _invalid_rows_are(self) -> Literal["rejected", "nan"] | None:
+        """What ``_apply`` does with rows of logits that are not distributions; None if such rows must not reach it.
+
+        ``"rejected"``: its operator raises, and also rejects such rows of probabilities. ``"nan"``: their results are
+        NaN; those of other rows are finite, or -inf with ``log``.
+        """
+        return None
+
     def _keeps_predictions(self) -> bool:
         """Whether the map keeps the order of the classes, so that no row's predicted class changes."""
         return False
@@ -262,8 +270,11 @@ class Fitted(Parameters):
     def _input(self, logits: Any) -> Tensor:
         """Input as rows [..., C] with the classes of ``fit``; checks that each row is a distribution."""
         input = self._of_fit(logits)
-        check_values(type(self).__name__, input, self.input_kind)
+        self._check_values(input)
         return input
+
+    def _check_values(self, input: Tensor) -> None:
+        check_values(type(self).__name__, input, self.input_kind)
 
     def _of_fit(self, logits: Any) -> Tensor:
         """Input as rows [..., C] with the classes of ``fit``; does not check their values."""
@@ -281,18 +292,20 @@ class Fitted(Parameters):
             )
         return input
 
-    # Whether the operator in _apply rejects rows that are not distributions.
-    _operator_checks = False
-
     def _applied(self, logits: Any, *, log: bool) -> Tensor:
-        if not self._operator_checks:
-            return self._named(functools.partial(self._after_floor, log=log), self._input(logits))
-        input = self._of_fit(logits)
+        input, name = self._of_fit(logits), type(self).__name__
+        found_by = self._invalid_rows_are()
+        # A sum other than 1 gives no NaN, and the floor hides it from the operator.
+        if not found_by or (self.input_kind == "probs" and (found_by == "nan" or self.input_floor_)):
+            self._check_values(input)
         try:
-            return self._after_floor(input, log=log)
+            result = self._after_floor(input, log=log)
         except (TypeError, ValueError) as error:
-            check_values(type(self).__name__, input, self.input_kind)
-            raise renamed(type(self).__name__, error) from None
+            self._check_values(input)
+            raise renamed(name, error) from None
+        if found_by == "nan" and math.isnan(result.detach().sum()):
+            self._check_values(input)
+        return result
 
     def _after_floor(self, input: Tensor, *, log: bool) -> Tensor:
         if not self.input_floor_:
@@ -305,11 +318,6 @@ class Fitted(Parameters):
             return function(input)
         except (TypeError, ValueError) as error:
             raise renamed(type(self).__name__, error) from None
-
-    def _kept_module(self, make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
-        """The module of ``make`` on the device, made once per fit."""
-        module: torch.nn.Module = self._kept(lambda: make().to(device), device)
-        return module
 
     def _kept(self, make: Callable[[], Any], device: torch.device) -> Any:
         """The result of ``make`` for a device, made once per fit, because making it takes longer than mapping a row."""

@@ -13,8 +13,7 @@ from focalkern._types import PROPER, InputKind
 from focalkern.calibrators._base import FusedCalibrator
 from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class
-from focalkern.calibrators._inputs import can_occur, widened
+from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class, can_occur_after, scaled
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
@@ -105,9 +104,6 @@ class HistogramBinning(FusedCalibrator):
         module = CalibratedLogProbs(scaling.gamma_, scaling.temperature_, self.input_kind, fused=fused)
         return FlooredInput(module, scaling.input_floor_, self.input_kind) if scaling.input_floor_ else module
 
-    def _possible(self, input: Tensor, scaling: Scaling | None) -> Tensor:
-        return can_occur(input, self.input_kind) | (scaling is not None and scaling.input_floor_ > 0)
-
     def _check_parameters(self) -> None:
         super()._check_parameters()
         name = type(self).__name__
@@ -120,7 +116,8 @@ class HistogramBinning(FusedCalibrator):
         scaling = None
         if self.scaling is not None:
             scaling = type(self.scaling)(**self.scaling.get_params(deep=False)).fit_quietly(input, target, rows.weight)
-        log_probs = self._scaling_module(scaling)(widened(input))
+        module = self._scaling_module(scaling)
+        log_probs = scaled(module, input)
         top = input.argmax(-1, keepdim=True)
         confidence = log_probs.gather(-1, top).exp().squeeze(-1)
 
@@ -149,7 +146,8 @@ class HistogramBinning(FusedCalibrator):
         centres = (edges[1:] + edges[:-1]) / 2
         values = torch.where(counts > 0, right / torch.where(counts > 0, mass, 1.0), centres)
         device = log_probs.device
-        binned = bin_top_class(log_probs, top, self._possible(input, scaling), cuts.to(device), values.to(device))
+        possible = can_occur_after(module, input)
+        binned = bin_top_class(log_probs, top, possible, cuts.to(device), values.to(device))
         return {
             "edges_": edges.numpy(),
             "counts_": counts.numpy(),
@@ -173,9 +171,12 @@ class HistogramBinning(FusedCalibrator):
         apply = functools.partial(self._apply, log=True)
         return [*warnings, *worse_than_uncalibrated(rows, apply, by=PROPER, input_kind=self.input_kind, remedy=remedy)]
 
+    def _invalid_rows_are(self) -> Literal["nan"]:
+        return "nan"
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        log_probs: Tensor = self._kept_module(self._module, input.device)(widened(input))
-        return (log_probs if log else log_probs.exp()).to(input.dtype)
+        module: HistogramLogProbs = self._kept(lambda: self._module().to(input.device), input.device)
+        return module.mapped(input, log=log)
 
     def _predicted(self, input: Tensor) -> Tensor:
         top = input.argmax(-1, keepdim=True)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._inputs import as_pairs, can_occur, widened
-from focalkern.calibrators._modules import CalibratedLogProbs, ExactBuffers, FlooredInput
+from focalkern.calibrators._inputs import can_occur, widened
+from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput, RowMap
 
-__all__ = ["HistogramLogProbs", "bin_top_class"]
+__all__ = ["HistogramLogProbs", "bin_top_class", "can_occur_after", "scaled"]
 
 
-class HistogramLogProbs(ExactBuffers):
+class HistogramLogProbs(RowMap):
     """Logits (or probabilities) to the log-probabilities of histogram binning on the top class.
 
     Edges and values are float64 buffers; ``module.half()`` does not round them.
@@ -45,13 +45,28 @@ class HistogramLogProbs(ExactBuffers):
         self.register_buffer("edges", torch.tensor(edges, dtype=torch.float64))
         self.register_buffer("values", torch.tensor(values, dtype=torch.float64))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
-        pairs = as_pairs(input, self.input_kind) if self.one_logit else input
-        log_probs = self.scaling(widened(pairs))
-        possible = can_occur(pairs, self.input_kind) | isinstance(self.scaling, FlooredInput)
-        binned = bin_top_class(log_probs, pairs.argmax(-1, keepdim=True), possible, self.edges, self.values)
-        return (binned[..., 1] - binned[..., 0] if self.one_logit else binned).to(input.dtype)
+    def mapped(self, input: Tensor, *, log: bool) -> Tensor:
+        """Log-probabilities [..., C], or probabilities, of ``input`` [..., C], in its dtype."""
+        log_probs = scaled(self.scaling, input)
+        possible = can_occur_after(self.scaling, input)
+        binned = bin_top_class(log_probs, input.argmax(-1, keepdim=True), possible, self.edges, self.values)
+        return (binned if log else binned.exp()).to(input.dtype)
+
+
+def scaled(scaling: CalibratedLogProbs | FlooredInput, input: Tensor) -> Tensor:
+    """Log-probabilities after the scaling, in float32 for half precision."""
+    wide = widened(input)
+    if wide is not input and scaling.input_kind == "probs":
+        wide = wide / wide.sum(-1, keepdim=True)  # the sum has the rounding of half precision
+    log_probs: Tensor = scaling(wide)
+    return log_probs
+
+
+def can_occur_after(scaling: CalibratedLogProbs | FlooredInput, input: Tensor) -> Tensor:
+    """[..., C] bool: the classes of ``input`` that can occur after the scaling; a floor makes every class possible."""
+    if isinstance(scaling, FlooredInput):
+        return torch.ones_like(input, dtype=torch.bool)
+    return can_occur(input, scaling.input_kind)
 
 
 def bin_top_class(log_probs: Tensor, top: Tensor, possible: Tensor, edges: Tensor, values: Tensor) -> Tensor:
@@ -69,23 +84,20 @@ def bin_top_class(log_probs: Tensor, top: Tensor, possible: Tensor, edges: Tenso
         possible classes have probability 0, they share the rest equally.
     """
     dtype = log_probs.dtype
-    is_top = torch.arange(log_probs.shape[-1], device=log_probs.device) == top
     confidence = log_probs.gather(-1, top).exp()
     # The bin (lo, hi] is the number of edges below. A sum, because ONNX has no searchsorted.
     index = (confidence > edges.to(dtype)).sum(-1, keepdim=True)
     value = values.to(dtype)[index]
 
+    is_top = torch.arange(log_probs.shape[-1], device=log_probs.device) == top
     apart = is_top | ~possible
     alone = apart.all(-1, keepdim=True)
-    others = log_probs.masked_fill(apart, -math.inf)
-    largest = others.amax(-1, keepdim=True)
-    nothing = largest == -math.inf
-    others = torch.where(nothing, 0.0, others).masked_fill(apart, -math.inf)
-    # In log space, so that probabilities that would underflow keep their ratios.
-    shares = others - torch.where(nothing, 0.0, largest)
-    shares = shares - torch.where(alone, 1.0, shares.exp().sum(-1, keepdim=True)).log()
     value = torch.where(alone, 1.0, value)
-    rest = torch.where(alone, 0.0, (-value).log1p())
-    result = torch.where(is_top, value.log(), shares + rest)
+    # In log space, so that probabilities that would underflow keep their ratios. Finite, so that classes of probability
+    # 0 share the rest equally.
+    others = log_probs.clamp(min=torch.finfo(dtype).min).masked_fill(apart, -math.inf)
+    shares = others - others.amax(-1, keepdim=True)  # log_softmax takes longer for few classes
+    shares = (shares - shares.exp().sum(-1, keepdim=True).log()).masked_fill(alone, -math.inf)
+    result = torch.where(is_top, value.log(), shares + (-value).log1p())
     # The comparison above put NaN rows into the first bin; they become NaN again.
     return torch.where(confidence.isnan(), torch.nan, result)

@@ -27,7 +27,7 @@ def can_occur(input: Tensor, input_kind: str) -> Tensor:
 
 def floored(log_probs: Tensor, floor: float) -> Tensor:
     r"""\log((1 - \text{floor})\, p + \text{floor} / C), of log p [..., C]."""
-    least = log_probs.new_tensor(math.log(floor) - math.log(log_probs.shape[-1]))
+    least = log_probs.new_full((), math.log(floor) - math.log(log_probs.shape[-1]))
     return torch.logaddexp(log_probs + math.log1p(-floor), least)
 
 

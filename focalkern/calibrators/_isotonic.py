@@ -1,7 +1,7 @@
 """Isotonic regression of every class against the rest."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -119,9 +119,12 @@ class IsotonicCalibration(Calibrator):
     def _log_probs(self, input: Tensor) -> Tensor:
         return self._apply(input, log=True)
 
+    def _invalid_rows_are(self) -> Literal["nan"]:
+        return "nan"
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        log_probs: Tensor = self._kept_module(self._module, input.device)(input)
-        return log_probs if log else log_probs.exp()
+        module: IsotonicLogProbs = self._kept(lambda: self._module().to(input.device), input.device)
+        return module.mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         steps = [{"from": x.tolist(), "to": y.tolist()} for x, y in self.steps_]

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._inputs import as_pairs, can_occur
-from focalkern.calibrators._modules import ExactBuffers, exports_to_onnx
+from focalkern.calibrators._inputs import can_occur
+from focalkern.calibrators._modules import RowMap, exports_to_onnx
 
 __all__ = ["IsotonicLogProbs"]
 
 
-class IsotonicLogProbs(ExactBuffers):
+class IsotonicLogProbs(RowMap):
     """Logits (or probabilities) to the log-probabilities of isotonic regression, class by class.
 
     The points of the regressions are float64 buffers; ``module.half()`` does not round them.
@@ -30,6 +30,8 @@ class IsotonicLogProbs(ExactBuffers):
 
     points: Tensor
     values: Tensor
+    _pieces: Tensor
+    _starts: Tensor
 
     def __init__(
         self,
@@ -53,32 +55,46 @@ class IsotonicLogProbs(ExactBuffers):
             values[k, len(y) :] = float(y[-1])
         self.register_buffer("points", points)
         self.register_buffer("values", values)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Makes the table of the pieces between the points: [C * (points + 1), 4], with epsilon mixed in.
+
+        A piece is x -> first + (x - low) / width * rise; those before the first and after the last point are constant.
+        """
+        n_classes, longest = self.points.shape
+        mixed = (1 - self.epsilon) * self.values + self.epsilon / n_classes
+        pieces = mixed.new_zeros(n_classes, longest + 1, 4)
+        low, width, first, rise = pieces.unbind(-1)
+        low.copy_(torch.cat([self.points[:, :1], self.points], 1))
+        first.copy_(torch.cat([mixed[:, :1], mixed], 1))
+        width.fill_(1)
+        inner = self.points[:, 1:].isfinite()
+        width[:, 1:-1] = torch.where(inner, self.points.diff(), 1.0)
+        rise[:, 1:-1] = torch.where(inner, mixed.diff(), 0.0)
+        self.register_buffer("_pieces", pieces.flatten(0, 1), persistent=False)
+        starts = torch.arange(n_classes, device=pieces.device) * (longest + 1)
+        self.register_buffer("_starts", starts.unsqueeze(1), persistent=False)
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.epsilon], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
         (self.epsilon,) = state.tolist()
+        self._cut()
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
-        pairs = (as_pairs(input, self.input_kind) if self.one_logit else input).to(torch.float64)
-        possible = can_occur(pairs, self.input_kind)
-        probs = pairs / pairs.sum(-1, keepdim=True) if self.input_kind == "probs" else pairs.softmax(-1)
-        columns = probs.movedim(-1, 0).reshape(probs.shape[-1], -1).contiguous()
-        last = torch.where(self.points.isfinite(), self.points, -math.inf).amax(-1, keepdim=True)
-        inside = columns.clamp(min=self.points[:, :1], max=last)
+    def mapped(self, input: Tensor, *, log: bool) -> Tensor:
+        """Log-probabilities [..., C], or probabilities, of ``input`` [..., C], in its dtype; computed in float64."""
+        wide = input.to(torch.float64)
+        probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
+        columns = probs.reshape(-1, probs.shape[-1]).T.contiguous()
         if exports_to_onnx():  # ONNX has no searchsorted: count the points below
-            after = (self.points.unsqueeze(1) < inside.unsqueeze(-1)).sum(-1)
+            piece = (self.points.unsqueeze(1) < columns.unsqueeze(-1)).sum(-1)
         else:
-            after = torch.searchsorted(self.points, inside)
-        after = after.clamp(min=1, max=self.points.shape[1] - 1)
-        low, high = self.points.gather(1, after - 1), self.points.gather(1, after)
-        first, second = self.values.gather(1, after - 1), self.values.gather(1, after)
-        regressed = first + (inside - low) / (high - low) * (second - first)
-        regressed = regressed.reshape(probs.shape[-1], *probs.shape[:-1]).movedim(0, -1)
-        mixed = (1 - self.epsilon) * regressed + self.epsilon / probs.shape[-1]
-        mixed = torch.where(possible, mixed, 0.0)
-        # The search put NaN rows into the last step; they become NaN again.
-        log_probs = torch.where(probs.isnan(), math.nan, (mixed / mixed.sum(-1, keepdim=True)).log())
-        return (log_probs[..., 1] - log_probs[..., 0] if self.one_logit else log_probs).to(input.dtype)
+            piece = torch.searchsorted(self.points, columns)
+        low, width, first, rise = self._pieces.index_select(0, (piece + self._starts).flatten()).unbind(-1)
+        regressed = torch.addcmul(first, (columns.flatten() - low) / width, rise)
+        regressed = regressed.view_as(columns).T.reshape(probs.shape)
+        regressed = torch.where(can_occur(wide, self.input_kind), regressed, 0.0)
+        result = regressed / regressed.sum(-1, keepdim=True)
+        return (result.log() if log else result).to(input.dtype)

@@ -20,6 +20,7 @@ __all__ = [
     "ExactBuffers",
     "FlooredInput",
     "MultiLabelLogits",
+    "RowMap",
     "exports_to_onnx",
 ]
 
@@ -171,6 +172,29 @@ class ExactBuffers(torch.nn.Module):
         for name, buffer in exact.items():
             setattr(self, name, buffer.to(getattr(self, name).device))
         return self
+
+
+class RowMap(ExactBuffers):
+    """Base of the maps of rows that have one implementation for log-probabilities and probabilities, ``mapped``.
+
+    Attributes:
+        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of ``forward``.
+        one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
+    """
+
+    input_kind: InputKind
+    one_logit: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
+        if not self.one_logit:
+            return self.mapped(input, log=True)
+        log_probs = self.mapped(as_pairs(input, self.input_kind).to(torch.float64), log=True)
+        return (log_probs[..., 1] - log_probs[..., 0]).to(input.dtype)
+
+    def mapped(self, input: Tensor, *, log: bool) -> Tensor:
+        """Log-probabilities [..., C], or probabilities, of ``input`` [..., C], in its dtype."""
+        raise NotImplementedError
 
 
 class MultiLabelLogits(ExactBuffers):

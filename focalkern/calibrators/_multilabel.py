@@ -354,7 +354,7 @@ class MultiLabelScaling(Calibrator):
             "remarks_": tuple(remarks),
         }
 
-    def _input(self, logits: Any) -> Tensor:
+    def _of_fit(self, logits: Any) -> Tensor:
         self._check_fitted()
         input = self._as_tensor(logits)
         self._check_labels(input)
@@ -363,7 +363,6 @@ class MultiLabelScaling(Calibrator):
                 f"{type(self).__name__}: logits must have the {self.n_classes_} labels of fit, "
                 f"got shape {list(input.shape)}"
             )
-        self._check_values(input)
         return input
 
     def _after_floor(self, input: Tensor, *, log: bool) -> Tensor:

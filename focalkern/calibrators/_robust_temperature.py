@@ -1,7 +1,7 @@
 """Temperature scaling with a floor and a prior, which is finite on any rows."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,7 +94,8 @@ class RobustTemperatureScaling(FitsBatches):
             "best_value_": float(temperature_sums(source, self.input_kind, beta, floor)[0]),
         }
 
-    _operator_checks = True
+    def _invalid_rows_are(self) -> Literal["rejected"]:
+        return "rejected"
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         arguments: MapArguments = self._kept(lambda: self._module().to(input.device).arguments(), input.device)

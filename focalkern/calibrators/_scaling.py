@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -231,7 +231,8 @@ class Scaling(FusedCalibrator):
         }
         return fitted if found.grid is None else {**fitted, "grid_": found.grid}
 
-    _operator_checks = True
+    def _invalid_rows_are(self) -> Literal["rejected"]:
+        return "rejected"
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         return focal_calibration_map(input, self.gamma_, self.temperature_, input_kind=self.input_kind, log=log)

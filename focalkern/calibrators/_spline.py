@@ -230,7 +230,8 @@ class SplineScaling(FitsBatches):
             found.append(f"the fit ended after {LBFGS_STEPS} steps short of its optimum (a larger penalty)")
         return found
 
-    _operator_checks = True
+    def _invalid_rows_are(self) -> Literal["rejected"]:
+        return "rejected"
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         arguments: MapArguments = self._kept(lambda: self._module().to(input.device).arguments(), input.device)

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._inputs import as_pairs
-from focalkern.calibrators._modules import ExactBuffers, exports_to_onnx
+from focalkern.calibrators._modules import RowMap, exports_to_onnx
 from focalkern.calibrators._spline_curve import NaturalSpline, evaluate
 from focalkern.calibrators._spline_features import as_scores, features, floored
 from focalkern.ops.spline_map import map_by_pieces
@@ -16,7 +15,7 @@ MapArguments = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool,
 """The arguments of :func:`map_by_pieces` between the input and ``log``."""
 
 
-class FlooredLogProbs(ExactBuffers):
+class FlooredLogProbs(RowMap):
     r"""Logits (or probabilities) to the log-probabilities of robust temperature scaling.
 
     .. math:: \hat p = (1 - e)\, \text{softmax}(z / T) + e / C
@@ -53,13 +52,6 @@ class FlooredLogProbs(ExactBuffers):
 
     def set_extra_state(self, state: Tensor) -> None:
         self.temperature, self.floor = state.tolist()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
-        if self.one_logit:
-            log_probs = self.mapped(as_pairs(input, self.input_kind).to(torch.float64), log=True)
-            return (log_probs[..., 1] - log_probs[..., 0]).to(input.dtype)
-        return self.mapped(input, log=True)
 
     def mapped(self, input: Tensor, *, log: bool) -> Tensor:
         """Log-probabilities [..., C], or probabilities, by the operator of the map."""

@@ -159,7 +159,7 @@ class StructuredScaling(FusedCalibrator):
             focal = minimize_focal(scores, target, "logits", "nll", weight)
             fitted["focal_gamma_"], fitted["focal_temperature_"] = focal.gamma, focal.temperature
             module.focal = (focal.gamma, focal.temperature)
-        log_probs = module.finished(scores)
+        log_probs = module.finished(scores, log=True)
         return {
             **fitted,
             "weight_": module.weight.cpu().numpy(),
@@ -223,9 +223,12 @@ class StructuredScaling(FusedCalibrator):
             rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy
         )
 
+    def _invalid_rows_are(self) -> Literal["nan"]:
+        return "nan"
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        log_probs: Tensor = self._kept_module(self._module, input.device)(input)
-        return log_probs if log else log_probs.exp()
+        module: StructuredLogProbs = self._kept(lambda: self._module().to(input.device), input.device)
+        return module.mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         names = ("temperature_", "epsilon_", "focal_gamma_", "focal_temperature_")

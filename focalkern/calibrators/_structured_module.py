@@ -3,18 +3,19 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._inputs import as_pairs, can_occur, floored, widened
-from focalkern.calibrators._modules import ExactBuffers, exports_to_onnx
+from focalkern.calibrators._inputs import can_occur, floored, widened
+from focalkern.calibrators._modules import RowMap, exports_to_onnx
 from focalkern.calibrators._plain_map import plain_map
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["StructuredLogProbs"]
 
 
-class StructuredLogProbs(ExactBuffers):
+class StructuredLogProbs(RowMap):
     r"""Logits (or probabilities) to the log-probabilities of structured scaling, with the numbers of a fitted one.
 
     .. math::
@@ -68,11 +69,9 @@ class StructuredLogProbs(ExactBuffers):
         self.temperature, self.epsilon, *focal = state.tolist()
         self.focal = (focal[0], focal[1])
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
-        pairs = widened(as_pairs(input, self.input_kind) if self.one_logit else input)
-        log_probs = self.finished(self.scores(pairs))
-        return (log_probs[..., 1] - log_probs[..., 0] if self.one_logit else log_probs).to(input.dtype)
+    def mapped(self, input: Tensor, *, log: bool) -> Tensor:
+        """Log-probabilities [..., C], or probabilities, of ``input`` [..., C], in its dtype."""
+        return self.finished(self.scores(widened(input)), log=log).to(input.dtype)
 
     def features(self, input: Tensor) -> Tensor:
         """x [..., C], the floored log-probabilities after the temperature."""
@@ -84,17 +83,19 @@ class StructuredLogProbs(ExactBuffers):
         """W x + b, -inf for classes that cannot occur."""
         features = self.features(input)
         weight, bias = self.weight.to(features), self.bias.to(features)
-        scores = (features * weight if weight.dim() == 1 else features @ weight.T) + bias
+        is_vector = weight.dim() == 1
+        scores = torch.addcmul(bias, features, weight) if is_vector else F.linear(features, weight, bias)
         return scores.masked_fill(~can_occur(input, self.input_kind), -math.inf)
 
-    def finished(self, scores: Tensor) -> Tensor:
-        """Log-probabilities from the scores W x + b."""
+    def finished(self, scores: Tensor, *, log: bool) -> Tensor:
+        """Log-probabilities, or probabilities, from the scores W x + b."""
         gamma, temperature = self.focal
         if (gamma, temperature) == (0.0, 1.0):
-            return scores.log_softmax(-1)
+            return scores.log_softmax(-1) if log else scores.softmax(-1)
         if not self.fused or exports_to_onnx():
-            return plain_map(scores, gamma, temperature, "logits")
-        return focal_calibration_map(scores, gamma, temperature, log=True)
+            log_probs = plain_map(scores, gamma, temperature, "logits")
+            return log_probs if log else log_probs.exp()
+        return focal_calibration_map(scores, gamma, temperature, log=log)
 
     def extra_repr(self) -> str:
         return (

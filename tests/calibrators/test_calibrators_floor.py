@@ -148,6 +148,18 @@ def test_every_dtype_goes_in_and_out(dtype):
         assert found.double().numpy() == pytest.approx(expected.numpy(), abs=8 * torch.finfo(dtype).eps)
 
 
+@every
+def test_a_row_that_does_not_sum_to_1_is_named(calibrator):
+    logits, labels = votes()
+    fitted = with_kind(calibrator, "probs").fit(logits.softmax(-1), labels)
+    bad = logits.softmax(-1)
+    bad[7] *= 0.9
+    name = type(fitted).__name__
+    for call in (fitted.predict_proba, fitted.predict_log_proba, fitted.predict):
+        with pytest.raises(ValueError, match=rf"^{name}: logits must be probabilities .* a sum of 0\.9 at row 7"):
+            call(bad)
+
+
 @pytest.mark.parametrize(
     ("floor", "error", "words"),
     [

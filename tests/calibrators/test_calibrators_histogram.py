@@ -238,6 +238,18 @@ def test_the_module_is_the_calibrator(scaling, fused):
     assert_close(program.module()(logits[:7]), module(logits[:7]))
 
 
+def test_the_sum_of_half_precision_probabilities_may_be_rounded():
+    logits, target = sample(300, 50)
+    probs = logits.softmax(-1).bfloat16()
+    assert float((probs.float().sum(-1) - 1).abs().max()) > 1e-3
+    calibrator = HistogramBinning(n_bins=3, input_kind="probs").fit(probs, target)
+    exact = probs.double() / probs.double().sum(-1, keepdim=True)
+    for found in (calibrator.predict_proba(probs), calibrator.as_module()(probs).exp()):
+        assert found.dtype == torch.bfloat16
+        assert_close(found.double().sum(-1), torch.ones(300), dtype=torch.bfloat16)
+    assert_close(calibrator.predict_proba(probs), calibrator.predict_proba(exact), dtype=torch.bfloat16)
+
+
 def test_the_module_moves(device):
     logits, target = sample(100)
     calibrator = HistogramBinning(n_bins=6).fit(logits, target)

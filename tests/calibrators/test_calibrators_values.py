@@ -140,6 +140,23 @@ def test_a_row_that_is_no_distribution_is_named_by_every_function(make, kind, va
     calibrator.fit(bad, target, weight)
 
 
+@pytest.mark.parametrize("name", ["vector", "matrix", "isotonic", "bins", "bins after a scaling"])
+def test_modules_of_torch_operations_give_nan_for_a_row_that_is_no_distribution(name):
+    """``predict_proba`` looks for such a row only if its result has NaN."""
+    logits, target = sample()
+    calibrator = EVERY[name]().fit(logits, target)
+    assert calibrator._invalid_rows_are() == "nan"
+    module = calibrator.as_module() if name == "isotonic" else calibrator.as_module(fused=False)
+    bad = logits.clone()
+    bad[0, 1], bad[1, 2], bad[2] = math.nan, math.inf, -math.inf
+    bad[3], bad[3, 4] = -math.inf, math.nan
+    bad[4], bad[4, 3] = -math.inf, math.inf
+    found = module(bad)
+    assert bool(found[:5].isnan().any(-1).all())
+    assert torch.equal(found[5:], module(logits[5:]))
+    assert not bool(found[5:].isnan().any())
+
+
 @kinds
 def test_a_label_that_is_no_number_is_named_by_every_function(kind):
     generator = torch.Generator().manual_seed(0)
