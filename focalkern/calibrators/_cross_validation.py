@@ -13,7 +13,13 @@ from focalkern._types import InputKind, Proper
 from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import folds_of_all
-from focalkern.calibrators._robust_temperature import RobustTemperatureScaling, floored_losses, floored_map
+from focalkern.calibrators._robust_temperature import (
+    Floored,
+    RobustTemperatureScaling,
+    floored_folds,
+    floored_losses,
+    floored_map,
+)
 from focalkern.calibrators._row_source import MemoryRows, RowSource, class_counts, fold_by_fold, rows_of
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
 from focalkern.calibrators._spline import SplineScaling
@@ -25,6 +31,7 @@ __all__ = [
     "ZEROS",
     "FoldFits",
     "cross_validate",
+    "fits_by_sums",
     "losses_of",
     "zeros_are_possible",
 ]
@@ -77,20 +84,22 @@ def cross_validate(
                 fitted, of_none = _without_calibration(input, labels, candidate.input_kind, criterion, weight)
                 loss = of_none if folds else loss
             elif not excluded:
-                takes = fits.takes(candidate)
+                takes = fits_by_sums(candidate)
                 fitted = fits.fit(candidate) if takes else fit_one(candidate, input, labels, None, weight)
                 unfinished += [name] if fitted is None else []
-            found = []
+            found, of_folds = [], []
             for k, place in enumerate(places if folds and name != "none" and not excluded else ()):
-                if fits.takes(candidate):
-                    of_fold = fits.losses(candidate, k)
-                    loss[:, place] = of_fold if criterion == "nll" else of_fold[1].expand(2, -1)
+                if fits_by_sums(candidate):
+                    of_folds.append(fits.losses(candidate, k))
                 else:
                     kept = on_device != k
                     of_fit = None if weight is None else weight[kept]
                     part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
                     stopped = stopped or getattr(part, "at_border_", ())
                     found.append(log_proba(part, input[place]))
+            if of_folds:
+                of_rows = torch.cat(of_folds, 1)
+                loss[:, order] = of_rows if criterion == "nll" else of_rows[1].expand(2, -1)
             if found:
                 loss[:, order] = losses_of(torch.cat(found), labels[order], criterion)
         # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
@@ -148,6 +157,11 @@ def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
     return bool(((zeros > 0) & (zeros < source.n_rows)).any())
 
 
+def fits_by_sums(candidate: Any) -> bool:
+    """Whether :class:`FoldFits` fits the candidate."""
+    return isinstance(candidate, SplineScaling | RobustTemperatureScaling)
+
+
 class FoldFits:
     """Robust temperature scaling and spline scalings, fitted to all rows and without each fold.
 
@@ -168,9 +182,7 @@ class FoldFits:
         self._splines = [one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)]
         self._fits: dict[tuple[float, str], SplineFolds] = {}
         self._temperatures: dict[str, RobustTemperatureScaling] = {}
-
-    def takes(self, candidate: Any) -> bool:
-        return isinstance(candidate, SplineScaling | RobustTemperatureScaling)
+        self._folds_of_temperature: dict[str, list[Floored]] = {}
 
     def why_not(self, candidate: Any) -> str:
         if not isinstance(candidate, SplineScaling):
@@ -214,15 +226,22 @@ class FoldFits:
         rows = self._part(k, True)
         assert isinstance(rows, MemoryRows)
         if isinstance(candidate, RobustTemperatureScaling):
-            return floored_losses(self._part(k, False), kind, self._temperatures[kind], rows)
+            return floored_losses(self._floored(kind)[k], kind, rows)
         return losses_of(self.held_out(candidate, k)(rows.input.to(torch.float64)), rows.target, "nll")
 
     def held_out(self, candidate: Any, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""
         kind = candidate.input_kind
         if isinstance(candidate, RobustTemperatureScaling):
-            return floored_map(self._part(k, False), kind, self._temperatures[kind])
+            return floored_map(self._floored(kind)[k], kind)
         return self._fits[float(candidate.penalty), kind].held_out(candidate, k)
+
+    def _floored(self, kind: InputKind) -> list[Floored]:
+        """Robust temperature scaling without each fold."""
+        if kind not in self._folds_of_temperature:
+            of_folds = floored_folds(self._source, self._part, self._folds, kind, self._temperatures[kind])
+            self._folds_of_temperature[kind] = of_folds
+        return self._folds_of_temperature[kind]
 
     @functools.cached_property
     def _part(self) -> Callable[[int, bool], RowSource]:

@@ -1,7 +1,7 @@
 """Temperature scaling with a floor and a prior, which is finite on any rows."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._row_source import MemoryRows, RowSource, rows_of
 from focalkern.calibrators._spline_features import (
     floor_of,
+    fold_temperatures,
+    has_large_logits,
     logit_scale,
     masks_zeros,
     robust_temperature,
@@ -23,7 +25,7 @@ from focalkern.calibrators._spline_module import FlooredLogProbs, MapArguments
 from focalkern.ops.spline_map import map_by_pieces
 from focalkern.ops.spline_sums import spline_sums_for
 
-__all__ = ["RobustTemperatureScaling", "floored_losses", "floored_map"]
+__all__ = ["Floored", "RobustTemperatureScaling", "floored_folds", "floored_losses", "floored_map"]
 
 
 class RobustTemperatureScaling(FitsBatches):
@@ -109,31 +111,49 @@ class RobustTemperatureScaling(FitsBatches):
         return {**temperature_from_json(document), "best_value_": as_number("best_value", fit["best_value"])}
 
 
-def floored_map(source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling) -> Callable[[Tensor], Tensor]:
-    """The map fitted to ``source``, a part of the rows of ``near``: input [n, C] to log-probabilities of its dtype."""
-    temperature, floor, masks = _fit_near(source, input_kind, near)
-    arguments = FlooredLogProbs(temperature, floor, input_kind, masks=masks).arguments()
+class Floored(NamedTuple):
+    """The fitted parameters of a robust temperature scaling."""
+
+    temperature: float
+    floor: float
+    masks: bool
+
+
+def floored_folds(
+    source: RowSource,
+    part: Callable[[int, bool], RowSource],
+    folds: int,
+    input_kind: InputKind,
+    near: RobustTemperatureScaling,
+) -> list[Floored]:
+    """The fits to ``source`` without each fold; ``near`` is the fit to all of it, ``part`` as :func:`fold_by_fold`."""
+    inside = [part(k, True) for k in range(folds)]
+    large = has_large_logits(source, input_kind)
+    known = [None] * folds if large else fold_temperatures(inside, input_kind, near.temperature_)
+    found = []
+    for k, temperature in enumerate(known):
+        if temperature is None:
+            scale = logit_scale(part(k, False), input_kind)
+            temperature = robust_temperature(part(k, False), input_kind, scale, near.temperature_)
+        floor = floor_of(source.weight_sum - inside[k].weight_sum)
+        found.append(Floored(temperature, floor, near.masks_ or masks_zeros(part(k, False), input_kind)))
+    return found
+
+
+def floored_map(fitted: Floored, input_kind: InputKind) -> Callable[[Tensor], Tensor]:
+    """The fitted map: input [n, C] to log-probabilities of its dtype."""
+    arguments = FlooredLogProbs(fitted.temperature, fitted.floor, input_kind, masks=fitted.masks).arguments()
     return lambda input: map_by_pieces(input, *arguments, log=True)
 
 
-def floored_losses(
-    source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling, rows: MemoryRows
-) -> Tensor:
-    """[2, n]: NLL and Brier score of each of the rows by the :func:`floored_map` of ``source``."""
-    temperature, floor, masks = _fit_near(source, input_kind, near)
+def floored_losses(fitted: Floored, input_kind: InputKind, rows: MemoryRows) -> Tensor:
+    """[2, n]: NLL and Brier score of each of the rows by the :func:`floored_map`."""
     input, is_probs = rows.input.to(torch.float64), input_kind == "probs"
-    zeros, wide = masks and not is_probs, torch.float64
+    zeros, wide = fitted.masks and not is_probs, torch.float64
     no_curve = (torch.arange(2, dtype=wide), torch.zeros(3, 4, 2, dtype=wide), 0.0, torch.zeros(2, dtype=wide))
-    losses: Tensor = spline_sums_for(input).spline_row_losses(
-        input, rows.target, rows.weight, temperature, floor, *no_curve, None, None, None, is_probs, zeros
-    )
+    of_rows = (input, rows.target, rows.weight, fitted.temperature, fitted.floor)
+    losses: Tensor = spline_sums_for(input).spline_row_losses(*of_rows, *no_curve, None, None, None, is_probs, zeros)
     return losses
-
-
-def _fit_near(source: RowSource, input_kind: InputKind, near: RobustTemperatureScaling) -> tuple[float, float, bool]:
-    """Temperature, floor and masks of the fit to ``source``, a part of the rows of ``near``."""
-    temperature = robust_temperature(source, input_kind, logit_scale(source, input_kind), near.temperature_)
-    return temperature, floor_of(source.weight_sum), near.masks_ or masks_zeros(source, input_kind)
 
 
 def temperature_from_json(document: Mapping[str, Any]) -> dict[str, Any]:

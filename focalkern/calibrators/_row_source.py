@@ -1,6 +1,7 @@
 """Sources of rows for fits by sums over rows: in memory or read in batches, of one process or of several."""
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,29 +156,29 @@ class MemoryRows:
     def select(self, wanted: Wanted) -> "MemoryRows":
         return _counted(*self._columns(wanted(self.number)), self.add_up)
 
-    def partition(self, part_of: PartOf, n: int) -> list[tuple["MemoryRows", "MemoryRows"]]:
-        """For each of n parts, its rows and all others, in the order of their parts."""
+    def partition(self, part_of: PartOf, n: int) -> Callable[[Sequence[int]], "MemoryRows"]:
+        """A function from the numbers of some of n parts to their rows, in the order of the parts."""
         part = part_of(self.number)
         sizes = torch.bincount(part, minlength=n).tolist()
         input, target, weight, number = self._columns(part.argsort(stable=True))
         columns = (input.split(sizes, -2), target.split(sizes), weight.split(sizes), number.split(sizes))
 
-        def rows_of(parts: list[int]) -> MemoryRows:
+        def rows_of(parts: Sequence[int]) -> MemoryRows:
             of_input, *others = ([column[k] for k in parts] for column in columns)
-            labels, weights, numbers = map(torch.cat, others)
+            labels, weights, numbers = (one[0] if len(one) == 1 else torch.cat(one) for one in others)
             return _counted(torch.cat(of_input, -2), labels, weights, numbers, self.add_up)
 
-        return [(rows_of([k]), rows_of([other for other in range(n) if other != k])) for k in range(n)]
+        return rows_of
 
     def every(self, stride: int) -> "MemoryRows":
         return self if stride == 1 else self.select(lambda number: number % stride == 0)
 
 
 def fold_by_fold(source: RowSource, fold_of: PartOf, folds: int) -> Callable[[int, bool], RowSource]:
-    """A function of k and ``inside`` that returns the rows of fold k, or all others. Few rows are divided at once."""
+    """A function of k and ``inside`` that returns the rows of fold k, or all others. Few rows are sorted once."""
     if isinstance(source, MemoryRows) and source.input.numel() <= 2 * BLOCK:
-        parts = source.partition(fold_of, folds)
-        return lambda k, inside: parts[k][0 if inside else 1]
+        rows_of, all_folds = source.partition(fold_of, folds), range(folds)
+        return functools.cache(lambda k, inside: rows_of([k] if inside else [one for one in all_folds if one != k]))
     return lambda k, inside: source.select(lambda number: (fold_of(number) == k) == inside)
 
 

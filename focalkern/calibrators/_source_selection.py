@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._types import Proper
 from focalkern.calibrators._candidates import keeps_predictions, log_proba
-from focalkern.calibrators._cross_validation import ZEROS, FoldFits, losses_of, zeros_are_possible
+from focalkern.calibrators._cross_validation import ZEROS, FoldFits, fits_by_sums, losses_of, zeros_are_possible
 from focalkern.calibrators._row_source import MemoryRows, RowSource
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide_from_sums
 from focalkern.calibrators._spline_folds import FoldOf, Predict
@@ -48,7 +48,7 @@ def fit_in_folds(
         excluded = fits.why_not(candidate)
         if excluded:
             found[name] = FoldedFit(None, excluded=excluded)
-        elif fits.takes(candidate):
+        elif fits_by_sums(candidate):
             fitted = fits.fitted(candidate)
             found[name] = FoldedFit(fitted, tuple(fits.held_out(candidate, k) for k in range(folds)))
         else:

@@ -1,7 +1,8 @@
 """The features of spline scaling: temperature, floored log-probabilities x, their log-odds u, and the knots."""
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ __all__ = [
     "find_knots",
     "floor_of",
     "floored",
+    "fold_temperatures",
+    "has_large_logits",
     "histogram",
     "logit_scale",
     "masks_zeros",
@@ -31,6 +34,7 @@ _LOG_T = 6.0  # the search is for log T on [-6, 6]
 _GRID_STEP = 0.5
 _NEAR_STEP = 0.03  # from T of nearly the same rows
 _DONE, _DONE_NEAR = 1e-9, 1e-6  # length of a last step, whose end is not evaluated; its error is about the square
+_NODES = tuple(-0.045 * math.cos(math.pi * (2 * i + 1) / 10) for i in range(5))  # Chebyshev's, from T of all rows
 _GRID_SIZE, _GRID_ROWS = 200_000, 1000  # numbers and rows of the grid, about
 _LOWEST = 1000.0  # a logit further below the maximum of its row counts as this far below
 
@@ -77,10 +81,10 @@ def masks_zeros(source: RowSource, input_kind: str) -> bool:
     return float(source.add_up(count)) == 0
 
 
-def logit_scale(source: RowSource, input_kind: str) -> float:
-    """The unit of T in the search: 1, or more if the two largest logits of a row are on average over 100 apart."""
+def has_large_logits(source: RowSource, input_kind: str) -> bool:
+    """Whether a finite logit is above 1000 or below -1000."""
     if input_kind == "probs":  # the logarithm of the smallest double is -745
-        return 1.0
+        return False
     count = torch.zeros(1, dtype=torch.float64)
     for part in source.parts():
         low, high = torch.aminmax(part.input)
@@ -89,7 +93,12 @@ def logit_scale(source: RowSource, input_kind: str) -> float:
         for block in part.blocks():
             size = as_scores(block.input, input_kind).abs()
             count += ((size > _LOWEST) & (size < torch.inf)).any().cpu()
-    if float(source.add_up(count)) == 0:
+    return float(source.add_up(count)) != 0
+
+
+def logit_scale(source: RowSource, input_kind: str) -> float:
+    """The unit of T in the search: 1, or more if the two largest logits of a row are on average over 100 apart."""
+    if not has_large_logits(source, input_kind):
         return 1.0
     sums = torch.zeros(2, dtype=torch.float64)
     for part in source.parts():
@@ -152,6 +161,47 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
         start = grid[losses.index(min(losses))]
     done = _DONE if near is None else _DONE_NEAR
     return scale * math.exp(_root(lambda log_t: objective([log_t], source)[1][0], start, step, done))
+
+
+def fold_temperatures(folds: Sequence[RowSource], input_kind: str, near: float) -> list[float | None]:
+    """:func:`robust_temperature` of the rows outside of each fold, in the unit 1, from sums over the folds.
+
+    The derivatives at five temperatures are those of all folds without those of the fold. T is the zero of the
+    polynomial through them, exact to 1e-6.
+
+    Args:
+        folds: the rows of each fold.
+        input_kind: ``"logits"`` or ``"probs"``.
+        near: T of all rows.
+
+    Returns:
+        T for each fold; None if it is not between the five temperatures.
+    """
+    log_ts = [math.log(near) + node for node in _NODES]
+    betas = torch.tensor([math.exp(-log_t) for log_t in log_ts], dtype=torch.float64)
+    weight_sum = sum(fold.weight_sum for fold in folds)
+    floors = [floor_of(weight_sum - fold.weight_sum) for fold in folds]
+    if max(map(abs, log_ts)) > _LOG_T or len(set(floors)) > 2:  # folds of equal rows have two sizes
+        return [None] * len(folds)
+    found: list[float | None] = [None] * len(folds)
+    for floor in set(floors):
+        of_fold = [betas * fold.weight_sum * temperature_sums(fold, input_kind, betas, floor)[1] for fold in folds]
+        of_all = torch.stack(of_fold).sum(0)
+        for k, sums in enumerate(of_fold):
+            if floors[k] == floor:
+                found[k] = _zero_between(log_ts, (torch.tensor(log_ts, dtype=torch.float64) - of_all + sums).tolist())
+    return [None if log_t is None else math.exp(log_t) for log_t in found]
+
+
+def _zero_between(points: Sequence[float], values: Sequence[float]) -> float | None:
+    """The point at which increasing values are 0, by the polynomial of points through all values; else None."""
+    if not (values[0] < 0 < values[-1] and all(map(operator.lt, values, values[1:]))):
+        return None
+    found = list(points)
+    for width in range(1, len(found)):  # Neville's scheme
+        for i, (low, high) in enumerate(zip(values, values[width:], strict=False)):
+            found[i] = (high * found[i] - low * found[i + 1]) / (high - low)
+    return found[0]
 
 
 def _root(slope: Callable[[float], float], start: float, step: float, done: float) -> float:

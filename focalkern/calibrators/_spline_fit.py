@@ -26,6 +26,7 @@ __all__ = [
     "curve_derivatives",
     "curve_sums",
     "fit_curve",
+    "joined",
     "parts_of",
     "predictor",
     "row_losses",
@@ -101,12 +102,13 @@ def curve_derivatives(rows: SplineRows, map: Map, sums: Tensor | None = None) ->
 
     ``sums`` is the result of :func:`curve_sums`, if known.
     """
-    n = len(map.curve)
-    means = (curve_sums(rows, map) if sums is None else sums) / rows.weight_sum
-    nll, pull = float(means[0]), rows.quadratic @ map.curve
-    value = nll + float(map.curve @ pull) + _linear_penalty(rows, map)
-    gradient = torch.add(means[1 : 1 + n], pull, alpha=2)
-    return Derivatives(value, gradient, torch.add(means[1 + n :].reshape(n, n), rows.quadratic, alpha=2), nll)
+    # In NumPy, whose operations on so few numbers take less time than torch's.
+    curve, quadratic, n = map.curve.numpy(), rows.quadratic.numpy(), len(map.curve)
+    means = (curve_sums(rows, map) if sums is None else sums).numpy() / rows.weight_sum
+    nll, pull = float(means[0]), (rows.quadratic @ map.curve).numpy()
+    value = nll + float(curve @ pull) + _linear_penalty(rows, map)
+    gradient, hessian = means[1 : 1 + n] + 2 * pull, means[1 + n :].reshape(n, n) + 2 * quadratic
+    return Derivatives(value, torch.from_numpy(gradient), torch.from_numpy(hessian), nll)
 
 
 def curve_sums(rows: SplineRows, map: Map) -> Tensor:
@@ -115,7 +117,7 @@ def curve_sums(rows: SplineRows, map: Map) -> Tensor:
     for part, _, extra in parts_of(rows, map):
         sums_of = spline_sums_for(part.input).spline_curve_sums
         value, slopes, curvature = sums_of(*arguments(rows, part, map, extra))
-        found.append(torch.cat([slopes.new_full((1,), value), slopes, curvature.reshape(-1)]))
+        found.append(joined(value, slopes, curvature, like=slopes))
     return rows.source.add_up(added(found, 1 + n + n * n))
 
 
@@ -125,6 +127,14 @@ def row_losses(rows: SplineRows, map: Map) -> Tensor:
     for part, _, extra in parts_of(rows, map):
         found.append(spline_sums_for(part.input).spline_row_losses(*arguments(rows, part, map, extra)))
     return torch.cat(found, 1) if found else torch.zeros(2, 0, dtype=torch.float64, device=rows.device)
+
+
+def joined(value: float, *derivatives: Tensor, like: Tensor) -> Tensor:
+    """The value and the entries of the derivatives as one vector on the device of ``like``."""
+    if not like.is_cpu:
+        return torch.cat([like.new_full((1,), value), *(one.reshape(-1).to(like.device) for one in derivatives)])
+    # NumPy takes less time for so few numbers.
+    return torch.from_numpy(np.concatenate([[value], *(one.numpy().ravel() for one in derivatives)]))
 
 
 def added(sums: Sequence[Tensor], n: int, device: torch.device | None = None) -> Tensor:
@@ -246,4 +256,4 @@ def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
     curvature = hessian.numpy().copy()
     diagonal = curvature.reshape(-1)[:: len(curvature) + 1]
     diagonal += 1e-13 * diagonal.sum()
-    return torch.from_numpy(-np.linalg.solve(curvature, gradient.numpy()))  # torch takes several times as long
+    return torch.from_numpy(np.linalg.solve(curvature, -gradient.numpy()))  # torch takes several times as long

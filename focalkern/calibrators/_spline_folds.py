@@ -64,9 +64,10 @@ class SplineFolds:
         part = self._all.fold_by_fold(fold_of, folds)
         self._inside = [part(k, True) for k in range(folds)] if self._all.kept else []
         of_folds = [family_sums(part(k, True), self._family) for k in range(folds)]
+        of_all = {name: torch.stack([one[name] for one in of_folds]).sum(0) for name in of_folds[0]} if folds else {}
         self._parts = []
         for k, own in enumerate(of_folds):
-            others = {name: torch.stack([one[name] for one in of_folds]).sum(0) - sums for name, sums in own.items()}
+            others = {name: of_all[name] - sums for name, sums in own.items()}
             self._parts.append(fit_family(part(k, False), members, self._family, others))
 
     def fitted(self, candidate: SplineScaling, class_counts: Tensor) -> SplineScaling:

@@ -17,6 +17,7 @@ from focalkern.calibrators._spline_fit import (
     added,
     arguments,
     blocks_in_memory,
+    joined,
     parts_of,
     squares_of,
     strengths,
@@ -70,9 +71,9 @@ class LinearObjective:
         return vector(torch.cat([map.curve.to(self._rows.device), map.weight.reshape(-1), map.bias]))
 
     def map(self, point: Vector) -> Map:
-        parts = point[: self._n_curve], point[self._n_curve : self._n_before_bias], point[self._n_before_bias :]
-        curve, weight, bias = (tensor(part) for part in parts)
-        return Map(curve.cpu(), weight.reshape(self._shape), bias)
+        n, end = self._n_curve, self._n_before_bias
+        curve, weight, bias = point[:n], point[n:end].reshape(self._shape), point[end:]
+        return Map(tensor(curve).cpu(), tensor(weight), tensor(bias))
 
     def __call__(self, point: Vector) -> tuple[float, Vector]:
         return self.of_sums(point, self.sums(self.map(point)))
@@ -84,8 +85,7 @@ class LinearObjective:
             sums_of = spline_sums_for(part.input).spline_linear_sums
             value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), x is not None)
             of_linear = of_classes if x is None else slopes.T @ x
-            of_all = (of_curve.new_full((1,), value), of_curve, of_linear.reshape(-1), of_one)
-            found.append(torch.cat([one.to(rows.device) for one in of_all]))
+            found.append(joined(value, of_curve, of_linear, of_one, like=of_one))
         return rows.source.add_up(added(found, 1 + self._n_before_bias + rows.n_classes, rows.device))
 
     def of_sums(self, point: Vector, sums: Tensor) -> tuple[float, Vector]:

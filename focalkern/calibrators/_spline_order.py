@@ -57,23 +57,29 @@ def _points(spline: NaturalSpline, points: int, mirrored: int) -> tuple[Tensor, 
 
 
 @functools.lru_cache(maxsize=4)
-def _checked(spline: NaturalSpline) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Pieces, offsets and softplus(-u) of the points of :func:`keeps_order`, and the numbers of points."""
-    u, sizes = _points(spline, _CHECKED, _CHECKED)
-    return *spline.locate(u), torch.nn.functional.softplus(-u), sizes
+def _checked(spline: NaturalSpline) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pieces, offsets and softplus(-u) of the points of :func:`keeps_order`."""
+    u, _ = _points(spline, _CHECKED, _CHECKED)
+    piece, offset = spline.locate(u)
+    return piece.numpy(), offset.numpy(), torch.nn.functional.softplus(-u).numpy()
 
 
 def keeps_order(spline: NaturalSpline, n_classes: int, curve: Tensor) -> bool:
     """Whether :func:`order_conditions` hold at many points, by the scores at these points."""
-    piece, offset, falls, sizes = _checked(spline)
+    piece, offset, falls = _checked(spline)
     factor = 1 - _MARGIN + float(curve[0])
-    coefficients = spline.coefficients(curve[1:])
-    c0, c1, c2, c3 = (column.index_select(0, piece) for column in coefficients.unbind(1))
-    scores = c3.mul_(offset).add_(c2).mul_(offset).add_(c1).mul_(offset).add_(c0).sub_(falls, alpha=factor)
-    left, right, mirrored = scores.split(sizes)
-    start, end = factor + float(coefficients[0, 1]), factor + float(coefficients[0, 1] + coefficients[-1, 1])
-    increases = n_classes == 2 or (start >= 0 and bool((left[1:] >= left[:-1]).all()))
-    return increases and end >= 0 and bool((right >= mirrored).all())
+    coefficients = spline.coefficients(curve[1:]).numpy()
+    start, end = factor + coefficients[0, 1], factor + coefficients[0, 1] + coefficients[-1, 1]
+    if end < 0 or (start < 0 and n_classes > 2):
+        return False
+    c0, c1, c2, c3 = coefficients.T
+    scores = c3.take(piece)
+    for column in (c2, c1, c0):
+        scores *= offset
+        scores += column.take(piece)
+    scores -= factor * falls
+    left, right, mirrored = np.split(scores, (_CHECKED + 1, 2 * _CHECKED + 1))
+    return (n_classes == 2 or bool((left[1:] >= left[:-1]).all())) and bool((right >= mirrored).all())
 
 
 def fit_ordered(rows: SplineRows, free: Fit) -> Fit:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._types import Proper
 from focalkern.calibrators import InputKind
-from focalkern.calibrators._cross_validation import cross_validate
+from focalkern.calibrators._cross_validation import cross_validate, fits_by_sums
 from focalkern.calibrators._row_source import BatchedRows, RowSource, memory_rows
 from focalkern.calibrators._search import SearchResult, extend_axes
 from focalkern.calibrators._selection import CrossValidation
@@ -52,7 +52,11 @@ def cross_validate_samples(
     if isinstance(samples, StreamedSamples):
         return _streamed_cross_validation(samples, candidates, search, gammas, criterion)
     assert samples.memory is not None
-    input, labels = samples.memory.input.to(torch.float64), samples.memory.labels
+    input, labels = samples.memory.input, samples.memory.labels
+    # The sums over rows are in float64 for every input; other candidates compute in the dtype of the input.
+    by_sums = all(name == "none" or fits_by_sums(candidate) for name, candidate in candidates.items())
+    if not by_sums or input.dtype != torch.float32:
+        input = input.to(torch.float64)
     return cross_validate(
         input, labels, candidates, criterion=criterion, folds=folds, seed=seed, only_chosen=only_chosen
     )

@@ -154,6 +154,8 @@ def scalings_of_grid(
 
     Temperature scaling takes the row gamma = 0 of the grid, focal temperature scaling the rows of ``gammas``.
     """
+    if not bool(grid.tables[criterion].isfinite().any()):
+        return {scaling.method: None for scaling in (TemperatureScaling, FocalTemperatureScaling)}
     # None marks the default grid, so that a saved calibrator does not list its 500 temperatures.
     temperatures = tuple(grid.temperatures.tolist())
     options: Any = {

@@ -45,14 +45,15 @@ def log_probabilities(calibrator: Any, input: Tensor, kind: InputKind) -> Tensor
     return focal_calibration_map(input.to(torch.float64), *cell, input_kind=kind, log=True)
 
 
-def predictions(calibrator: Any, input: Tensor) -> Tensor | None:
+def predictions(calibrator: Any, input: Tensor, top: Tensor | None = None) -> Tensor | None:
     """[N] int64 predicted classes if they may differ from the argmax of the calibrated probabilities, else None.
 
     The predictions of a scaling are those of its input, because calibrated probabilities may saturate and tie.
+    ``top`` is the argmax of the input, if known.
     """
-    if _cell(calibrator) is not None:
-        return input.argmax(-1)
-    if isinstance(calibrator, SplineScaling) and not keeps_predictions(calibrator):
+    if _cell(calibrator) is not None or keeps_predictions(calibrator):
+        return input.argmax(-1) if top is None else top
+    if isinstance(calibrator, SplineScaling):
         return None
     if isinstance(calibrator, Calibrator):
         return torch.as_tensor(calibrator.predict(input.to(torch.float64)))
@@ -73,7 +74,8 @@ def score(
         wanted: names of the scores. For samples in files all scores are computed.
     """
     if samples.memory is not None:  # one after the other, because confidences take memory
-        found = (_pass(samples, [one], n_bins, wanted)[0] for one in calibrators)
+        top = samples.memory.input.argmax(-1)
+        found = (_pass(samples, [one], n_bins, wanted, top)[0] for one in calibrators)
         return [replace(one, confidence=torch.zeros(0), correct=torch.zeros(0)) for one in found]
     keys = [_cell(one) or one for one in calibrators]
     known = samples.scored
@@ -178,8 +180,13 @@ def _cell(calibrator: Any) -> Cell | None:
 
 
 def _pass(
-    samples: Samples, calibrators: Sequence[Any], n_bins: int, wanted: Collection[str] = tuple(SCORES)
+    samples: Samples,
+    calibrators: Sequence[Any],
+    n_bins: int,
+    wanted: Collection[str] = tuple(SCORES),
+    top: Tensor | None = None,
 ) -> list[Scored]:
+    """As :func:`score`, without results of earlier calls; ``top`` is the argmax of the input of samples in memory."""
     sums = [_Sums(samples, one, n_bins, wanted) for one in calibrators]
     # Samples in memory are counted when :func:`facts` is called; files need another pass then.
     counts = _Counts(samples) if samples.facts is None and samples.memory is None else None
@@ -188,8 +195,9 @@ def _pass(
             continue
         if counts is not None:
             counts.add(input, target)
+        of_batch = input.argmax(-1) if top is None else top
         for one in sums:
-            one.add(input, target)
+            one.add(input, target, of_batch)
     if counts is not None:
         samples.facts = counts.total(samples)
     return [one.total(samples) for one in sums]
@@ -240,9 +248,9 @@ class _Sums:
         kind: InputKind = samples.kind if cell else "logits"
         self.buckets = None if samples.keeps_confidences else self._new_buckets(*cell or (0.0, 1.0), kind)
 
-    def add(self, input: Tensor, target: Tensor) -> None:
+    def add(self, input: Tensor, target: Tensor, top: Tensor) -> None:
         log_probs = log_probabilities(self.calibrator, input, self.kind)
-        predicted = predictions(self.calibrator, input)
+        predicted = predictions(self.calibrator, input, top)
         correct = (log_probs.argmax(-1) if predicted is None else predicted) == target
         if self.buckets is not None:
             self.buckets.update(input.to(torch.float64) if _cell(self.calibrator) else log_probs, target)

@@ -8,6 +8,10 @@ from conftest import assert_close
 from test_spline_fit import draw
 
 import focalkern as fk
+from focalkern.calibrators._folds import folds_of_all
+from focalkern.calibrators._robust_temperature import floored_folds
+from focalkern.calibrators._row_source import fold_by_fold, memory_rows
+from focalkern.calibrators._spline_features import floor_of, fold_temperatures, logit_scale, robust_temperature
 
 
 def test_with_many_rows_it_is_temperature_scaling():
@@ -45,3 +49,27 @@ def test_few_rows_that_are_all_right_justify_no_certainty():
     logits, _ = draw(50, 4)
     fitted = fk.RobustTemperatureScaling().fit(logits, logits.argmax(-1))
     assert float(fitted.predict_proba(logits).amin()) >= 0.1 / 51 / 4 * 0.99
+
+
+@pytest.mark.parametrize("case", ["equal folds", "two sizes", "weights", "one class each", "large logits", "all right"])
+def test_a_fit_without_a_fold_is_that_of_the_other_rows(case):
+    """By sums over the folds if the temperatures are near that of all rows, else by a search."""
+    folds, n = 5, 1003 if case == "two sizes" else 1000
+    logits, target = draw(n, 4, scale=1000.0 if case == "large logits" else 2.0)
+    fold = folds_of_all(n, folds, 0)
+    if case == "one class each":
+        fold = (target + (torch.arange(n) % 2 == 0)) % folds
+    target = logits.argmax(-1) if case == "all right" else target
+    weight = torch.rand(n, dtype=torch.float64) + 0.5 if case == "weights" else None
+    source = memory_rows(logits, target, weight)
+    part, near = fold_by_fold(source, lambda number: fold[number], folds), fk.RobustTemperatureScaling()
+    near.fit(logits, target, weight)
+    found = floored_folds(source, part, folds, "logits", near)
+    for k, one in enumerate(found):
+        others = part(k, False)
+        expected = robust_temperature(others, "logits", logit_scale(others, "logits"))
+        assert math.log(one.temperature) == pytest.approx(math.log(expected), abs=1e-6)
+        assert one.floor == pytest.approx(floor_of(others.weight_sum), rel=1e-12)
+        assert one.masks
+    by_sums = fold_temperatures([part(k, True) for k in range(folds)], "logits", near.temperature_)
+    assert (None in by_sums) == (case in ("weights", "one class each", "large logits", "all right"))
