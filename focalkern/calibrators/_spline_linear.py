@@ -38,6 +38,8 @@ __all__ = [
 # With more classes, the Hessian takes longer than the evaluations that it saves.
 _FEW_CLASSES = 15
 
+_PRODUCT_ROWS, _PRODUCT_CLASSES = 256, 256
+
 LBFGS_STEPS = 300
 LBFGS_DONE = 1e-4  # of the largest entry of the preconditioned gradient
 LBFGS_DONE_IN_A_FOLD = 3e-4
@@ -84,7 +86,7 @@ class LinearObjective:
         for part, x, extra in parts_of(rows, map, self._blocks):
             sums_of = spline_sums_for(part.input).spline_linear_sums
             value, of_curve, of_classes, of_one, slopes = sums_of(*arguments(rows, part, map, extra), x is not None)
-            of_linear = of_classes if x is None else slopes.T @ x
+            of_linear = of_classes if x is None else _sum_of_products(slopes, x)
             found.append(joined(value, of_curve, of_linear, of_one, like=of_one))
         return rows.source.add_up(added(found, 1 + self._n_before_bias + rows.n_classes, rows.device))
 
@@ -92,6 +94,20 @@ class LinearObjective:
         """Value and gradient from :meth:`sums` at a point."""
         sums, pull, weight_sum = vector(sums), self._penalty.step(point), self._rows.weight_sum
         return float(sums[0] + point @ pull) / weight_sum, (sums[1:] + 2 * pull) / weight_sum
+
+
+def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """``left.T @ right`` [C, C], with the same bits for any number of threads.
+
+    For few classes MKL divides the sum over rows among its threads; sums over blocks are too short for that.
+    """
+    n_rows, n_classes = left.shape
+    whole = n_rows - n_rows % _PRODUCT_ROWS if left.is_cpu and n_classes <= _PRODUCT_CLASSES else 0
+    found = left[whole:].T @ right[whole:]
+    if whole:
+        of_left, of_right = (one[:whole].reshape(-1, _PRODUCT_ROWS, n_classes) for one in (left, right))
+        found += torch.bmm(of_left.mT, of_right).sum(0)
+    return found
 
 
 class Preconditioner(Protocol):
@@ -185,7 +201,7 @@ def _scales(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Scales:
         p = p * (1 - p) * (block.weight / rows.weight_sum).unsqueeze(1)
         of_one += p.sum(0)
         square = x.square()
-        curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
+        curvature += (p * square).sum(0) if kind == "vector" else _sum_of_products(p, square)
     curvature, of_one = rows.source.add_up(curvature), rows.source.add_up(of_one)
     others = torch.cat([curvature.reshape(-1), of_one]).add_(strengths(rows, kind == "matrix"), alpha=2)
     return Scales.of(root.to(device), others.rsqrt_())
