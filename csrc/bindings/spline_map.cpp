@@ -13,11 +13,13 @@
 #include <ATen/ops/alias.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <array>
 #include <tuple>
 #include <vector>
 
+#include "bindings/direct_call.h"
 #include "bindings/spline_map_kernels.h"
 
 namespace focalkern::bindings {
@@ -125,8 +127,16 @@ Tensor spline_map(const Tensor& input, const Tensor& parameters, const Tensor& k
                                wide);
   }
   check_device(kOp, input);
+  constexpr bool validate = true;
+  const auto keys = input.key_set() | parameters.key_set() | knots.key_set() | coefficients.key_set() |
+                    of_weight.key_set() | of_bias.key_set();
+  if (!torch::autograd::compute_requires_grad(input, parameters, knots, coefficients, of_weight, of_bias) &&
+      only_chooses_a_kernel(keys)) {
+    return forward(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, log_output, wide,
+                   keep_order, validate);
+  }
   return forward_op().call(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, log_output, wide,
-                           keep_order, /*validate=*/true);
+                           keep_order, validate);
 }
 
 }  // namespace

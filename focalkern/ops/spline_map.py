@@ -20,6 +20,7 @@ __all__ = ["map_by_pieces", "spline_calibration_map"]
 
 _OP = "spline_calibration_map"
 _MOST_KNOTS = 255
+_PLAIN = {bool, type(None), *PLAIN_TENSORS}
 
 Array = np.ndarray[Any, Any]
 
@@ -188,13 +189,12 @@ def map_by_pieces(
     log: bool,
 ) -> Tensor:
     """The map for checked arguments. All but ``input`` are float64 on the CPU; ``parameters`` is (1 + a, T, e)."""
-    tensors = [t for t in (input, parameters, knots, coefficients, weight, bias) if t is not None]
     arguments = (input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros)
     if not has_kernels(input):
         result: Tensor = fallback.spline_map(*arguments, keep_order, log)
         return result
     compiling = torch.compiler.is_compiling()
-    if compiling or (any(type(t) not in PLAIN_TENSORS for t in tensors) and has_torch_function(tensors)):
+    if compiling or (not _PLAIN.issuperset(map(type, arguments)) and has_torch_function(arguments[:6])):
         wide = input.dtype in HALVES and autocast_is_on(input.device.type)
         operators = torch.ops.focalkern
         if torch._C._are_functorch_transforms_active():
