@@ -201,7 +201,7 @@ FAULTS = [
     ),
     Fault(
         "the last thread's NaN alone counts",
-        "row_statistics.cu",
+        "row_statistics.cuh",
         "return group.min(first) != kNoClass;",
         "return first != kNoClass;",
     ),
