@@ -137,10 +137,11 @@ bool is_uniform(const RowLossArgs<Scalar>& args) {
   return Loss::kTarget == SoftTarget::kClasses && !args.target_probs && args.class_weight == nullptr;
 }
 
-// The launchers for losses where is_soft is true; their arguments are valid.
+// The launchers for losses where is_soft is true; their arguments are valid. has_sums: `saved` already holds the
+// numbers that the kernels of row_loss_soft.cu save.
 template <typename Loss, typename Scalar>
 int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
-                          void* stream);
+                          void* stream, bool has_sums = false);
 template <typename Loss, typename Scalar>
 int row_loss_soft_backward(const RowLossBackward<Scalar>& args, void* stream);
 

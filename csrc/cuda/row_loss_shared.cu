@@ -10,6 +10,7 @@
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
+#include "cuda/row_statistics.cuh"
 #include "cuda/shared_row.cuh"
 #include "cuda/soft_focal.cuh"
 #include "cuda/soft_row.cuh"
@@ -30,6 +31,48 @@ using class_int = decltype(number_as_class(Real()));
 template <typename Scalar>
 using Shares = ClassShares<FocalFormula, Scalar, false>;
 
+// Probability targets: the mean is over all rows.
+template <typename Scalar>
+__device__ __forceinline__ double weight_of_row(const RowLossArgs<Scalar>& args, const Row<Scalar>& row) {
+  if (!row.is_live) return 0;
+  return args.target_probs ? 1.0 : static_cast<double>(weight_of(args, row.label));
+}
+
+// Writes the saved numbers of a row and its loss, and returns the loss.
+template <int kGamma, typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Scalar>& args, const Row<Scalar>& row,
+                                                        const Shares<Scalar>& shares,
+                                                        const SharedSums<compute_t<Scalar>>& sums) {
+  using Real = compute_t<Scalar>;
+  Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+  Real log_s = 0, slopes = 0;
+  int top = 0;
+  if (row.is_live) {
+    if (sums.largest != kNoClass) top = sums.largest;
+    // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
+    log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
+    const bool detached = args.detach_modulation;
+    const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, detached, false);
+    const SoftTerms<Real> others = shared_terms<kGamma>(sums, log_s, detached);
+    loss = others.loss;
+    slopes = others.slope;
+    const Real share = shares.of(top);
+    if (numbers.likely == sums.max) {
+      loss += likely_terms<FocalFormula>(args, row, numbers, share).loss;
+    } else {
+      const auto of_top = unlikely_class<FocalFormula>(
+          numbers, sums.max, [&](Real) { return WholeGamma<Real, kGamma>(detached); }, share);
+      loss += of_top.terms.loss;
+      slopes += of_top.terms.slope;
+    }
+  }
+  args.saved[row.row] = class_as_number(class_int<Real>(top));
+  args.saved[args.rows + row.row] = log_s;
+  args.saved[2 * args.rows + row.row] = slopes;
+  if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
+  return loss;
+}
+
 template <typename Scalar, int kGamma>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_forward_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
@@ -44,35 +87,39 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_fo
     const Shares<Scalar> shares(args, row);
     const SharedSums<Real> sums = shared_sums<kGamma>(row, shares, group);
     if (row.row >= args.rows || row.index != 0) continue;
-    Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
-    Real log_s = 0, slopes = 0;
-    int top = 0;
-    if (row.is_live) {
-      if (sums.largest != kNoClass) top = sums.largest;
-      // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
-      log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
-      const bool detached = args.detach_modulation;
-      const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, detached, false);
-      const SoftTerms<Real> others = shared_terms<kGamma>(sums, log_s, detached);
-      loss = others.loss;
-      slopes = others.slope;
-      const Real share = shares.of(top);
-      if (numbers.likely == sums.max) {
-        loss += likely_terms<FocalFormula>(args, row, numbers, share).loss;
-      } else {
-        const auto of_top = unlikely_class<FocalFormula>(
-            numbers, sums.max, [&](Real) { return WholeGamma<Real, kGamma>(detached); }, share);
-        loss += of_top.terms.loss;
-        slopes += of_top.terms.slope;
-      }
-      // Probability targets: the mean is over all rows.
-      weight_sum += args.target_probs ? 1.0 : static_cast<double>(weight_of(args, row.label));
-    }
-    args.saved[row.row] = class_as_number(class_int<Real>(top));
-    args.saved[args.rows + row.row] = log_s;
-    args.saved[2 * args.rows + row.row] = slopes;
-    if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
-    loss_sum += static_cast<double>(loss);
+    loss_sum += static_cast<double>(finish_row<kGamma>(args, row, shares, sums));
+    weight_sum += weight_of_row(args, row);
+  }
+  sum_over_grid(totals, loss_sum, weight_sum);
+}
+
+// For labels, with the statistics of the rows; the sums of gamma = 2 include those of every gamma here. Short rows have
+// compensated sums, too: a second loop for them would double the time to compile.
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, sizeof(Scalar) == sizeof(double) ? 1 : 2) void shared_focal_statistics_kernel(
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals,
+    const __grid_constant__ RowStatisticsResult<compute_t<Scalar>> statistics) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    auto row = row_of<Scalar>(args, geometry, t);
+    row.is_live = row.label != kIgnored;  // rows with a wrong label have statistics
+    const Shares<Scalar> shares(args, row);
+    SharedSumOfThread<2, true, Real, CompensatedSum<Real>, Shares<Scalar>> mine(shares);
+    mine.read(row);
+    const SharedSums<Real> sums = mine.of(group);
+    const bool is_nan = has_nan(row, group, sums.rest);
+    if (row.row >= args.rows || row.index != 0) continue;
+    write_statistics(statistics, row, {sums.max, sums.rest, sums.plain_fall, sums.largest}, is_nan);
+    row.is_live = row.label >= 0;
+    loss_sum += with_constant_gamma(args.gamma_value, [&](auto gamma) {
+      return static_cast<double>(finish_row<decltype(gamma)::value>(args, row, shares, sums));
+    });
+    weight_sum += weight_of_row(args, row);
   }
   sum_over_grid(totals, loss_sum, weight_sum);
 }
@@ -156,6 +203,16 @@ int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute
 }
 
 template <typename Scalar>
+int soft_focal_with_statistics(const RowLossForward<Scalar>& args,
+                               const RowStatisticsResult<compute_t<Scalar>>& statistics,
+                               const GridSum<compute_t<Scalar>>& totals, void* workspace, void* stream) {
+  if (is_uniform<FocalFormula>(args)) {
+    return smoothed_focal_with_statistics(args, statistics, totals, workspace, stream);
+  }
+  return launch_forward(shared_focal_statistics_kernel<Scalar>, args, totals, workspace, stream, statistics);
+}
+
+template <typename Scalar>
 int soft_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
   const bool has_gamma_slope = args.grad_gamma != nullptr;
   if (!has_small_gamma(args)) return row_loss_soft_backward<FocalFormula>(args, stream);
@@ -175,6 +232,9 @@ int soft_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
 
 #define FK_INSTANTIATE(Scalar)                                                                                     \
   template int soft_focal_forward(const RowLossForward<Scalar>&, const GridSum<compute_t<Scalar>>&, void*, void*); \
+  template int soft_focal_with_statistics(const RowLossForward<Scalar>&,                                           \
+                                          const RowStatisticsResult<compute_t<Scalar>>&,                           \
+                                          const GridSum<compute_t<Scalar>>&, void*, void*);                        \
   template int soft_focal_backward(const RowLossBackward<Scalar>&, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)

@@ -1,6 +1,6 @@
 // The focal loss with label smoothing for gamma = 0, 1 or 2 and without class weights, in any of the layouts that
 // RowLayout describes, as row_loss_shared.cu has it for shares of every class. One read of the logits forward
-// (smoothed_row.cuh), one backward.
+// (smoothed_row.cuh), also with the statistics of the rows, one backward.
 //
 // A row saves its largest logit, log S, and the sum of the slopes of all classes but the likely one, each times its
 // share. The likely class is the one, if any, with more than about half of the probability (row_loss_soft.cu).
@@ -9,6 +9,7 @@
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
+#include "cuda/row_statistics.cuh"
 #include "cuda/smoothed_row.cuh"
 #include "cuda/soft_focal.cuh"
 #include "cuda/soft_row.cuh"
@@ -53,6 +54,42 @@ struct SmoothedRow {
   }
 };
 
+// Writes the saved numbers of a row and its loss, and returns the loss.
+template <int kGamma, typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Scalar>& args, const Row<Scalar>& row,
+                                                        const SmoothedSums<compute_t<Scalar>>& sums) {
+  using Real = compute_t<Scalar>;
+  Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+  Real max = 0, log_s = 0, slopes = 0;
+  if (row.is_live) {
+    max = sums.max;
+    // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
+    log_s = log_one_plus(sums.rest) + (max - max);
+    const bool detached = args.detach_modulation;
+    const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, logarithm(sums.rest), detached);
+    const Real share = special.share, count = static_cast<Real>(row.classes - 1);
+    const SoftTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, detached);
+    loss = others.loss;
+    slopes = others.slope;
+    if (special.has_likely) {
+      loss += special.likely.loss;
+    } else {
+      const ClassTerms<Real> largest = special.of(max).terms;
+      loss += share * largest.loss;
+      slopes += share * largest.slope;
+    }
+    if (!special.label_is_likely && special.of_label != Real(0)) {
+      loss += special.of_label * special.label.terms.loss;
+      slopes += special.of_label * special.label.terms.slope;
+    }
+  }
+  args.saved[row.row] = max;
+  args.saved[args.rows + row.row] = log_s;
+  args.saved[2 * args.rows + row.row] = slopes;
+  if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
+  return loss;
+}
+
 template <typename Scalar, int kGamma>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_forward_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
@@ -64,39 +101,38 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
   double weight_sum = 0;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
     const auto row = row_of<Scalar>(args, geometry, t);
-    const Real share = uniform_share<true>(args);
-    const SmoothedSums<Real> sums = smoothed_sums<kGamma>(row, group, share);
+    const SmoothedSums<Real> sums = smoothed_sums<kGamma>(row, group, uniform_share<true>(args));
     if (row.row >= args.rows || row.index != 0) continue;
-    Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
-    Real max = 0, log_s = 0, slopes = 0;
-    if (row.is_live) {
-      max = sums.max;
-      // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
-      log_s = log_one_plus(sums.rest) + (max - max);
-      const bool detached = args.detach_modulation;
-      const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, logarithm(sums.rest), detached);
-      const Real count = static_cast<Real>(row.classes - 1);
-      const SoftTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, detached);
-      loss = others.loss;
-      slopes = others.slope;
-      if (special.has_likely) {
-        loss += special.likely.loss;
-      } else {
-        const ClassTerms<Real> largest = special.of(max).terms;
-        loss += share * largest.loss;
-        slopes += share * largest.slope;
-      }
-      if (!special.label_is_likely && special.of_label != Real(0)) {
-        loss += special.of_label * special.label.terms.loss;
-        slopes += special.of_label * special.label.terms.slope;
-      }
-      weight_sum += 1;
-    }
-    args.saved[row.row] = max;
-    args.saved[args.rows + row.row] = log_s;
-    args.saved[2 * args.rows + row.row] = slopes;
-    if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
-    loss_sum += static_cast<double>(loss);
+    loss_sum += static_cast<double>(finish_row<kGamma>(args, row, sums));
+    if (row.is_live) weight_sum += 1;
+  }
+  sum_over_grid(totals, loss_sum, weight_sum);
+}
+
+// With the statistics of the rows. The sums of gamma = 2 include those of every gamma here and those of the entropy.
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, 2) void smoothed_focal_statistics_kernel(
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals,
+    const __grid_constant__ RowStatisticsResult<compute_t<Scalar>> statistics) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    auto row = row_of<Scalar>(args, geometry, t);
+    row.is_live = row.label != kIgnored;  // rows with a wrong label have statistics
+    const auto sums = smoothed_sums<2, true>(row, group, uniform_share<true>(args));
+    const bool is_nan = has_nan(row, group, sums.rest);
+    if (row.row >= args.rows || row.index != 0) continue;
+    const Real rest = sums.largest == kNoClass ? Real(0) : sums.rest;
+    write_statistics(statistics, row, {sums.max, rest, sums.fall, sums.largest}, is_nan);
+    row.is_live = row.label >= 0;
+    loss_sum += with_constant_gamma(args.gamma_value, [&](auto gamma) {
+      return static_cast<double>(finish_row<decltype(gamma)::value>(args, row, sums));
+    });
+    if (row.is_live) weight_sum += 1;
   }
   sum_over_grid(totals, loss_sum, weight_sum);
 }
@@ -165,6 +201,13 @@ int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<com
 }
 
 template <typename Scalar>
+int smoothed_focal_with_statistics(const RowLossForward<Scalar>& args,
+                                   const RowStatisticsResult<compute_t<Scalar>>& statistics,
+                                   const GridSum<compute_t<Scalar>>& totals, void* workspace, void* stream) {
+  return launch_forward(smoothed_focal_statistics_kernel<Scalar>, args, totals, workspace, stream, statistics);
+}
+
+template <typename Scalar>
 int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     return launch_backward(smoothed_focal_backward_kernel<Scalar, gamma()>, args, stream);
@@ -173,6 +216,9 @@ int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
 
 #define FK_INSTANTIATE(Scalar)                                                                                         \
   template int smoothed_focal_forward(const RowLossForward<Scalar>&, const GridSum<compute_t<Scalar>>&, void*, void*); \
+  template int smoothed_focal_with_statistics(const RowLossForward<Scalar>&,                                           \
+                                              const RowStatisticsResult<compute_t<Scalar>>&,                           \
+                                              const GridSum<compute_t<Scalar>>&, void*, void*);                        \
   template int smoothed_focal_backward(const RowLossBackward<Scalar>&, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)

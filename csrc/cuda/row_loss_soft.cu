@@ -2,10 +2,11 @@
 // the layouts that RowLayout describes, forward and backward.
 //
 // row_groups.cuh assigns threads to rows. Forward, a group reads its row twice: for the largest logit with the sum of
-// exponentials, then for the terms. Backward, it reads the row twice again: for the sum of the slopes, then for the
-// gradient. The likely class is the one, if any, with more than about half of the probability. It takes the exact
-// formulas, once per row. For all others 1 - p does not cancel, and a few operations suffice (unlikely_terms). If all
-// classes but the label have the same share (kUniform), the label's share is added separately, too.
+// exponentials (unless row_statistics.cu has saved them), then for the terms. Backward, it reads the row twice again:
+// for the sum of the slopes, then for the gradient. The likely class is the one, if any, with more than about half of
+// the probability. It takes the exact formulas, once per row. For all others 1 - p does not cancel, and a few
+// operations suffice (unlikely_terms). If all classes but the label have the same share (kUniform), the label's share
+// is added separately, too.
 
 #include <type_traits>
 
@@ -30,7 +31,7 @@ constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 1 : 2;
 template <typename Loss, typename Scalar, bool kUniform>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_forward_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
-    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals, const bool has_sums) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
   const RowGroup group = {geometry.lanes, scratch};
@@ -38,12 +39,21 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
   double weight_sum = 0;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
     const auto row = row_of<Scalar>(args, geometry, t);
-    SumBesideLargest<Real> mine;
-    mine.read(row);
-    const SumsBesideLargest<Real> sums = mine.of(group);
-    // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
-    const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
-    const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, false, false);
+    Real max = 0, log_s = 0, log_u = 0;
+    if (!has_sums) {
+      SumBesideLargest<Real> mine;
+      mine.read(row);
+      const SumsBesideLargest<Real> sums = mine.of(group);
+      max = sums.max;
+      // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
+      log_s = log_one_plus(sums.rest) + (max - max);
+      log_u = logarithm(sums.rest) - log_s;
+    } else if (row.is_live) {
+      max = args.saved[row.row];
+      log_s = args.saved[args.rows + row.row];
+      log_u = args.saved[2 * args.rows + row.row];
+    }
+    const SoftRow<Scalar> numbers(args, row, max, log_s, log_u, false, false);
 
     double row_sum = 0;
     int top = kNoClass;
@@ -75,9 +85,11 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     } else {
       loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
     }
-    args.saved[row.row] = row.is_live ? numbers.max : Real(0);
-    args.saved[args.rows + row.row] = row.is_live ? numbers.log_s : Real(0);
-    args.saved[2 * args.rows + row.row] = row.is_live ? numbers.log_u : Real(0);
+    if (!has_sums) {  // other threads may still read them
+      args.saved[row.row] = row.is_live ? numbers.max : Real(0);
+      args.saved[args.rows + row.row] = row.is_live ? numbers.log_s : Real(0);
+      args.saved[2 * args.rows + row.row] = row.is_live ? numbers.log_u : Real(0);
+    }
     if constexpr (Loss::kSpecialClass != SpecialClass::kNone) args.saved[3 * args.rows + row.row] = Real(0);
     if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
     loss_sum += static_cast<double>(loss);
@@ -233,16 +245,17 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
 
 template <typename Loss, typename Scalar>
 int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
-                          void* stream) {
+                          void* stream, bool has_sums) {
   if constexpr (Loss::kTarget == SoftTarget::kClasses) {
     if (is_uniform<Loss>(args)) {
-      return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, true>, args, totals, workspace, stream);
+      return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, true>, args, totals, workspace, stream,
+                            has_sums);
     }
   }
   if constexpr (Loss::kTarget == SoftTarget::kNone) {
     return cudaErrorInvalidValue;
   } else {
-    return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, false>, args, totals, workspace, stream);
+    return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, false>, args, totals, workspace, stream, has_sums);
   }
 }
 
@@ -260,8 +273,9 @@ int row_loss_soft_backward(const RowLossBackward<Scalar>& args, void* stream) {
   }
 }
 
-#define FK_INSTANTIATE(Loss, Scalar)                                                                                 \
-  template int row_loss_soft_forward<Loss>(const RowLossForward<Scalar>&, GridSum<compute_t<Scalar>>, void*, void*); \
+#define FK_INSTANTIATE(Loss, Scalar)                                                                                \
+  template int row_loss_soft_forward<Loss>(const RowLossForward<Scalar>&, GridSum<compute_t<Scalar>>, void*, void*, \
+                                           bool);                                                                   \
   template int row_loss_soft_backward<Loss>(const RowLossBackward<Scalar>&, void*);
 #define FK_ROW_LOSS(number, Formula, name) \
   FK_INSTANTIATE(Formula, Half)            \

@@ -1,5 +1,6 @@
 // Statistics of rows of logits (math/row_sums.h), in any of the layouts that RowLayout describes, alone or from the
-// read of a loss of labels. row_groups.cuh assigns threads to rows.
+// read of a loss of labels. row_groups.cuh assigns threads to rows. Alone, they are the first read of the losses of
+// row_loss_soft.cu, too. Gamma = 0, 1 and 2 with label smoothing have kernels of their own (soft_focal.cuh).
 
 #include <type_traits>
 
@@ -9,6 +10,7 @@
 #include "cuda/row_loss.cuh"
 #include "cuda/row_loss_numbers.cuh"
 #include "cuda/row_statistics.cuh"
+#include "cuda/soft_focal.cuh"
 #include "kernels/row_loss_statistics.h"
 #include "math/row_losses.h"
 
@@ -31,7 +33,7 @@ __device__ __forceinline__ SumsBesideLargest<compute_t<Scalar>> sums_of_row(cons
   return mine.of(group);
 }
 
-// The saved numbers of a loss with kHasStatistics.
+// The saved numbers of a loss with kHasStatistics for labels without smoothing.
 template <typename Scalar>
 __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> kept_numbers(
     const Row<Scalar>& row, const SumsBesideLargest<compute_t<Scalar>>& sums) {
@@ -74,6 +76,12 @@ __global__ __launch_bounds__(kBlock, 2) void row_statistics_kernel(
       keep<Loss, Scalar>(args, row.row, kept);
       if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
       loss_sum += static_cast<double>(loss);
+    } else if (args.saved != nullptr) {
+      const bool has_label = row.label >= 0;
+      const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
+      args.saved[row.row] = has_label ? sums.max : Real(0);
+      args.saved[args.rows + row.row] = has_label ? log_s : Real(0);
+      args.saved[2 * args.rows + row.row] = has_label ? logarithm(sums.rest) - log_s : Real(0);
     }
   }
   if constexpr (kHasLoss) sum_over_grid(totals, loss_sum, weight_sum);
@@ -95,15 +103,24 @@ template <typename Loss, typename Scalar>
 int row_loss_with_statistics(const RowLossForward<Scalar>& args,
                              const RowStatisticsResult<compute_t<Scalar>>& statistics, bool mean,
                              compute_t<Scalar>* loss, compute_t<Scalar>* divisor, void* workspace, void* stream) {
+  if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
+  const GridSum<compute_t<Scalar>> totals = {loss, divisor, mean, nullptr, nullptr};
   if constexpr (kHasKernels<Loss> && kHasStatistics<Loss>) {
     if (!is_soft(args)) {
-      if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
-      const GridSum<compute_t<Scalar>> totals = {loss, divisor, mean, nullptr, nullptr};
       return launch_forward(row_statistics_kernel<Loss, Scalar>, args, totals, workspace, stream, statistics);
     }
   }
-  const int error = row_loss_forward<Loss>(args, mean, loss, divisor, workspace, stream);
-  return error != cudaSuccess ? error : row_statistics(args, statistics, stream);
+  if constexpr (std::is_same_v<Loss, FocalFormula>) {
+    if (is_soft(args) && has_small_gamma(args)) {
+      return soft_focal_with_statistics(args, statistics, totals, workspace, stream);
+    }
+  }
+  const int error = row_statistics<Scalar>(args, statistics, stream);
+  if (error != cudaSuccess) return error;
+  if constexpr (Loss::kTarget != SoftTarget::kNone) {
+    if (is_soft(args)) return row_loss_soft_forward<Loss>(args, totals, workspace, stream, true);
+  }
+  return row_loss_forward<Loss>(args, mean, loss, divisor, workspace, stream);
 }
 
 #define FK_INSTANTIATE(Loss, Scalar)                                                                       \

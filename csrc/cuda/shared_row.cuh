@@ -13,19 +13,20 @@ namespace focalkern::cuda {
 template <typename Real>
 struct SharedSums {
   Real max;
-  Real rest;    // of e
-  Real share;   // of t
-  Real once;    // of t e
-  Real twice;   // of t e^2
-  Real depth;   // of t x
-  Real fall;    // of t e x
-  Real fall2;   // of t e^2 x
-  int largest;  // kNoClass if no logit is above -inf
+  Real rest;        // of e
+  Real share;       // of t
+  Real once;        // of t e
+  Real twice;       // of t e^2
+  Real depth;       // of t x
+  Real fall;        // of t e x
+  Real fall2;       // of t e^2 x
+  Real plain_fall;  // of e x; only with kHasPlainFall
+  int largest;      // kNoClass if no logit is above -inf
 };
 
 // The sums of a thread, in which max is coarse_base of its largest logit, without its largest class. `kGamma` says
 // which are needed.
-template <int kGamma, typename Real, typename Total, typename Shares>
+template <int kGamma, bool kHasPlainFall, typename Real, typename Total, typename Shares>
 class SharedSumOfThread {
  public:
   __device__ __forceinline__ explicit SharedSumOfThread(const Shares& shares) : shares_(shares) {}
@@ -51,6 +52,7 @@ class SharedSumOfThread {
     const bool is_apart = largest_ == row.largest || largest_ == kNoClass;
     const Real own = is_apart ? Real(0) : exponential(-x), t = is_apart ? Real(0) : share_of_largest_;
     row.rest = group.sum(rest_.sum * shrink + own);
+    if constexpr (kHasPlainFall) row.plain_fall = group.sum((plain_fall_.sum + rise * rest_.sum) * shrink + own * x);
     row.share = group.sum(share_.sum + t);
     const Real deeper = (base - coarse_base(max_)) * share_.sum;
     row.depth = group.sum(static_cast<Real>(depth_) + deeper + (is_apart ? Real(0) : t * (base - max_)));
@@ -84,12 +86,13 @@ class SharedSumOfThread {
       largest_ = is_above ? first + k * step : largest_;
     }
     const Real base = coarse_base(max_);
-    Real rest = 0, share = 0, once = 0, twice = 0, depth = 0, fall = 0, fall2 = 0;
+    Real rest = 0, share = 0, once = 0, twice = 0, depth = 0, fall = 0, fall2 = 0, plain_fall = 0;
 #pragma unroll
     for (int k = 0; k < count; ++k) {
       const Real x = base - others[k];
       const Real e = summand(-x), far = fmin(x, kFar), te = t[k] * e;
       rest += e;
+      if constexpr (kHasPlainFall) plain_fall += e * far;
       share += t[k];
       // Each term is multiplied by the share before adding: if several classes are masked by a large number, their sum
       // would be infinite. A class with a share of 0 adds 0, even at probability zero.
@@ -114,6 +117,7 @@ class SharedSumOfThread {
       fall2_.add(shrink2, fall2 + shrink2 * rise * twice_.sum);
       twice_.add(shrink2, twice);
     }
+    if constexpr (kHasPlainFall) plain_fall_.add(shrink, plain_fall + shrink * rise * rest_.sum);
     share_.add(Real(1), share);
     rest_.add(shrink, rest);
   }
@@ -123,7 +127,7 @@ class SharedSumOfThread {
   int largest_ = kNoClass;
   Real share_of_largest_ = 0;
   double depth_ = 0;  // infinite for a masked class, which a compensated sum would turn into NaN
-  Total rest_, share_, once_, twice_, fall_, fall2_;
+  Total rest_, share_, once_, twice_, fall_, fall2_, plain_fall_;
 };
 
 template <int kGamma, typename Scalar, typename Shares>
@@ -131,11 +135,11 @@ __device__ __forceinline__ SharedSums<compute_t<Scalar>> shared_sums(const Row<S
                                                                      const RowGroup& group) {
   using Real = compute_t<Scalar>;
   if (row.classes <= kFewClasses * row.lanes) {
-    SharedSumOfThread<kGamma, Real, PlainSum<Real>, Shares> mine(shares);
+    SharedSumOfThread<kGamma, false, Real, PlainSum<Real>, Shares> mine(shares);
     mine.read(row);
     return mine.of(group);
   }
-  SharedSumOfThread<kGamma, Real, CompensatedSum<Real>, Shares> mine(shares);
+  SharedSumOfThread<kGamma, false, Real, CompensatedSum<Real>, Shares> mine(shares);
   mine.read(row);
   return mine.of(group);
 }

@@ -25,10 +25,11 @@ struct SmoothedSums {
   Real depth;    // of s x
   Real fall;     // of e x
   Real fall2;    // of e^2 x
+  int largest;   // the first of the largest classes, kNoClass if no logit is above -inf; only with kHasLargest
 };
 
 // The sums of a thread, in which max is coarse_base of its largest logit. `kGamma` says which are needed.
-template <int kGamma, typename Real, typename Total>
+template <int kGamma, bool kHasLargest, typename Real, typename Total>
 class SmoothedSumOfThread {
  public:
   __device__ __forceinline__ explicit SmoothedSumOfThread(Real share) : share_(share) {}
@@ -36,8 +37,8 @@ class SmoothedSumOfThread {
   template <typename Scalar>
   __device__ __forceinline__ void read(const Row<Scalar>& row) {
     each_class(
-        row, [&](const auto& values, int, int) { add(values); },
-        [&](const auto& values, int, const auto& more, int) { add_two(values, more); });
+        row, [&](const auto& values, int first, int step) { add(values, first, step); },
+        [&](const auto& values, int first, const auto& more, int next) { add_two(values, first, more, next); });
   }
 
   __device__ __forceinline__ SmoothedSums<Real> of(const RowGroup& group) const {
@@ -48,6 +49,7 @@ class SmoothedSumOfThread {
     const Real shrink = exponential(-rise), shrink2 = shrink * shrink;
     // The thread's largest class, unless it is the row's: of those all but one are added.
     const bool has_largest = max_ == row.max;
+    if constexpr (kHasLargest) row.largest = group.min(has_largest ? largest_ : kNoClass);
     const Real x = fmin(base - max_, kFar), own = has_largest ? Real(0) : exponential(-x), own2 = own * own;
     const Real others = group.sum(has_largest ? Real(1) : Real(0)) - Real(1);
     row.rest = group.sum(rest_.sum * shrink + own) + others;
@@ -79,13 +81,14 @@ class SmoothedSumOfThread {
   };
 
   template <int count>
-  __device__ __forceinline__ void set_aside(const Real (&values)[count], Real (&others)[count]) {
+  __device__ __forceinline__ void set_aside(const Real (&values)[count], int first, int step, Real (&others)[count]) {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
       // A comparison with NaN is false, so a NaN goes to `others`.
       const bool is_above = values[k] > max_;
       others[k] = is_above ? max_ : values[k];
       max_ = is_above ? values[k] : max_;
+      if constexpr (kHasLargest) largest_ = is_above ? first + k * step : largest_;
     }
   }
 
@@ -101,10 +104,10 @@ class SmoothedSumOfThread {
   }
 
   template <int count>
-  __device__ __forceinline__ void add(const Real (&values)[count]) {
+  __device__ __forceinline__ void add(const Real (&values)[count], int first, int step) {
     const Real before = max_;
     Real others[count];
-    set_aside(values, others);
+    set_aside(values, first, step, others);
     Terms terms;
     add_terms(terms, values, others);
     take(before, terms, count);
@@ -112,11 +115,11 @@ class SmoothedSumOfThread {
 
   // Adds two vectors with one rescaling of the sums.
   template <int count>
-  __device__ __forceinline__ void add_two(const Real (&values)[count], const Real (&more)[count]) {
+  __device__ __forceinline__ void add_two(const Real (&values)[count], int first, const Real (&more)[count], int next) {
     const Real before = max_;
     Real others[count], more_others[count];
-    set_aside(values, others);
-    set_aside(more, more_others);
+    set_aside(values, first, 1, others);
+    set_aside(more, next, 1, more_others);
     Terms terms;
     add_terms(terms, values, others);
     add_terms(terms, more, more_others);
@@ -138,21 +141,22 @@ class SmoothedSumOfThread {
 
   Real share_;
   Real max_ = -kInfinity<Real>;
+  int largest_ = kNoClass;
   int count_ = 0;     // classes read
   double depth_ = 0;  // infinite for a masked class, which a compensated sum would turn into NaN
   Total rest_, squares_, fall_, fall2_;
 };
 
-template <int kGamma, typename Scalar>
+template <int kGamma, bool kHasLargest = false, typename Scalar>
 __device__ __forceinline__ SmoothedSums<compute_t<Scalar>> smoothed_sums(const Row<Scalar>& row, const RowGroup& group,
                                                                          compute_t<Scalar> share) {
   using Real = compute_t<Scalar>;
   if (row.classes <= kFewClasses * row.lanes) {
-    SmoothedSumOfThread<kGamma, Real, PlainSum<Real>> mine(share);
+    SmoothedSumOfThread<kGamma, kHasLargest, Real, PlainSum<Real>> mine(share);
     mine.read(row);
     return mine.of(group);
   }
-  SmoothedSumOfThread<kGamma, Real, CompensatedSum<Real>> mine(share);
+  SmoothedSumOfThread<kGamma, kHasLargest, Real, CompensatedSum<Real>> mine(share);
   mine.read(row);
   return mine.of(group);
 }

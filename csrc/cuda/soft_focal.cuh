@@ -7,6 +7,7 @@
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
 #include "kernels/row_loss.h"
+#include "kernels/row_sums.h"
 
 namespace focalkern::cuda {
 
@@ -14,7 +15,17 @@ template <typename Scalar>
 int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
                            void* workspace, void* stream);
 template <typename Scalar>
+int smoothed_focal_with_statistics(const RowLossForward<Scalar>& args,
+                                   const RowStatisticsResult<compute_t<Scalar>>& statistics,
+                                   const GridSum<compute_t<Scalar>>& totals, void* workspace, void* stream);
+template <typename Scalar>
 int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream);
+
+// The loss and the statistics of the rows from one read of the logits, for labels with smoothing and has_small_gamma.
+template <typename Scalar>
+int soft_focal_with_statistics(const RowLossForward<Scalar>& args,
+                               const RowStatisticsResult<compute_t<Scalar>>& statistics,
+                               const GridSum<compute_t<Scalar>>& totals, void* workspace, void* stream);
 
 // Blocks per multiprocessor. More would spill registers; only the code for sm_90 has enough for four.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
@@ -29,12 +40,12 @@ bool has_small_gamma(const RowLossArgs<Scalar>& args) {
   return args.gamma == nullptr && (args.gamma_value == 0 || args.gamma_value == 1 || args.gamma_value == 2);
 }
 
-// Calls launch with this gamma as a constant.
-template <typename Real, typename Launch>
-int with_constant_gamma(Real gamma, Launch launch) {
-  if (gamma == 0) return launch(std::integral_constant<int, 0>());
-  if (gamma == 1) return launch(std::integral_constant<int, 1>());
-  return launch(std::integral_constant<int, 2>());
+// Calls the function with this gamma as a constant.
+template <typename Real, typename Function>
+FK_HOST_DEVICE auto with_constant_gamma(Real gamma, Function function) {
+  if (gamma == 0) return function(std::integral_constant<int, 0>());
+  if (gamma == 1) return function(std::integral_constant<int, 1>());
+  return function(std::integral_constant<int, 2>());
 }
 
 }  // namespace focalkern::cuda

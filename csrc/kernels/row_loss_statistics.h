@@ -23,14 +23,16 @@ RowLossSums row_loss_with_statistics(const RowLossForward<Scalar>& args,
 
 namespace cuda {
 
-// As row_loss_forward. Other losses than those with kHasStatistics, and targets other than labels without smoothing,
-// take a second read of the logits.
+// As row_loss_forward, for labels. Losses without kHasStatistics take another read of the logits if the labels have no
+// smoothing. With smoothing the statistics take none: the focal loss for the numbers gamma = 0, 1 and 2 reads the
+// logits once, every other loss twice, as without statistics.
 template <typename Loss, typename Scalar>
 int row_loss_with_statistics(const RowLossForward<Scalar>& args,
                              const RowStatisticsResult<compute_t<Scalar>>& statistics, bool mean,
                              compute_t<Scalar>* loss, compute_t<Scalar>* divisor, void* workspace, void* stream);
 
-// The statistics alone, of the rows and labels of `args`.
+// The statistics alone, of the rows and labels of `args`. `saved`, if not null, gets the numbers that a loss with label
+// smoothing saves (cuda/row_loss_soft.cu).
 template <typename Scalar>
 int row_statistics(const RowLossArgs<Scalar>& args, const RowStatisticsResult<compute_t<Scalar>>& statistics,
                    void* stream);

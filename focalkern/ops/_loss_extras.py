@@ -1,10 +1,10 @@
 """focal_loss with z_loss or return_stats on one process.
 
-The forward pass of labels gives the statistics too. Plain torch, compiled graphs, the stable module, and CUDA kernels
-with label smoothing take one more read of the logits for them (:mod:`focalkern.ops.row_sums`). The kernels of the loss
-compute the z-loss, too (:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the
-loss over ranks, with one process as the only rank, and other z-losses are added to the loss of the kernel or of plain
-torch; torch.func, forward-mode derivatives and devices without float64 take this sum in torch operations.
+The forward pass of labels gives the statistics too. Plain torch, compiled graphs and the stable module take one more
+read of the logits for them (:mod:`focalkern.ops.row_sums`). The kernels of the loss compute the z-loss, too
+(:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the loss over ranks, with
+one process as the only rank, and other z-losses are added to the loss of the kernel or of plain torch; torch.func,
+forward-mode derivatives and devices without float64 take this sum in torch operations.
 """
 
 from typing import Any

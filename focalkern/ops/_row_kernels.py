@@ -119,14 +119,15 @@ def forward_with_extras(
     is_plain = type(logits) in PLAIN_TENSORS and not torch.compiler.is_compiling()
     backend: Any = backend_for(logits) if is_plain and (logits.is_cpu or logits.is_cuda) else fallback
     together, found = getattr(backend, "row_loss_with_statistics", None), None
-    if return_stats and together is not None:
+    needs_rows = return_stats or (z_loss != 0 and soft and not logits.is_cpu)
+    if needs_rows and together is not None:
         found = together(*block, reduction, *settings[:3], settings.kind, True)
     of_rows: tuple[Tensor, ...] = ()
     if found is not None:
         loss, saved, of_rows = found
     else:
         loss, saved = torch.ops.focalkern.focal_loss_forward(*block, reduction, *settings)
-        if return_stats or (z_loss and soft and not logits.is_cpu):
+        if needs_rows:
             of_rows = statistics_of_input(logits, target, settings.ignore_index)
     if not z_loss:
         return loss, Saved(saved), of_rows

@@ -170,10 +170,10 @@ def linear_focal_loss(
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
             2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``); both have the class weight
             of the label. It takes no matrix product and, with kernels, no further read of the logits. Exceptions:
-            smoothing and class probabilities take another read on CUDA; torch operations add the z-loss of labels with
+            class probabilities take another read on CUDA; torch operations add the z-loss of labels with
             ``modulation`` and without smoothing on the CPU, and every z-loss in plain torch.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. The compiled module computes loss and
-            statistics from one read of the logits (on CUDA without smoothing); elsewhere they take another read.
+            statistics without another read of the logits; elsewhere they take one.
 
     Returns:
         The loss, scalar or of the leading shape of ``input``, in the dtype of ``focal_loss(F.linear(...))``: the dtype

@@ -25,14 +25,15 @@ def gammas_of(spec, *gammas):
 
 
 def check_row_loss(library, name, logits, target, gamma=2.0, epsilon=1.5, *, reduction="mean", ignore_index=-100,
-                   grad_like=None, **options):  # fmt: skip
+                   grad_like=None, statistics=None, **options):  # fmt: skip
     spec, dtype, real = SPECS[name], logits.dtype, real_of(logits.dtype)
     classes = logits.shape[1]
     rows = logits.numel() // classes
     grad = torch.randn(rows if reduction == "none" else 1, dtype=real)
     given = gamma if "gamma" in spec.parameters else 0.0
     actual = run_focal_loss(library, logits, target, given, grad, kind=number(name), epsilon=epsilon,
-                            reduction=reduction, ignore_index=ignore_index, grad_like=grad_like, **options)  # fmt: skip
+                            reduction=reduction, ignore_index=ignore_index, grad_like=grad_like,
+                            statistics=statistics, **options)  # fmt: skip
     z = logits.double().requires_grad_()
     soft = target.is_floating_point()
     t = target.double().requires_grad_() if soft else target.long()

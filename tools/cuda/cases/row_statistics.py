@@ -5,7 +5,7 @@ import torch
 
 from tools.cuda.cases.common import DTYPES, LABELS, NAN, assert_near, real_of
 from tools.cuda.cases.focal_loss import ALONE, labels_for, run_focal_loss
-from tools.cuda.cases.row_loss import SPECS, number, shares_for
+from tools.cuda.cases.row_loss import SOFT, SPECS, check_row_loss, number, shares_for
 
 OTHERS = [(name, torch.float32) for name in SPECS if name != "focal"]
 
@@ -35,23 +35,27 @@ def expected_statistics(logits, target, ignore_index):
     }
 
 
-def check_statistics(library, logits, target, *, kind, ignore_index=-100, **options):
+def assert_statistics(actual, logits, target, ignore_index=-100):
+    """That the statistics in `actual` are those of the reference."""
+    real, classes = real_of(logits.dtype), logits.shape[1]
+    expected = expected_statistics(logits.movedim(1, -1).reshape(-1, classes), target.reshape(-1), ignore_index)
+    for name in ("log_p", "entropy", "lse"):
+        assert_near(actual[name], expected[name], real, 20)
+    for name in ("predicted", "correct", "counts"):
+        assert torch.equal(actual[name], expected[name]), name
+
+
+def check_statistics(library, logits, target, gamma=2.0, *, kind, ignore_index=-100, **options):
     """The statistics, and with a loss its results, which are those of the loss alone."""
     rows = logits.numel() // logits.shape[1]
     real = real_of(logits.dtype)
     options |= {"kind": max(kind, 0), "ignore_index": ignore_index}
     grad = torch.randn(rows if options.get("reduction") == "none" else 1, dtype=real)
-    actual = run_focal_loss(library, logits, target, 2.0, grad, statistics=kind, **options)
-    expected = expected_statistics(
-        logits.movedim(1, -1).reshape(rows, logits.shape[1]), target.reshape(-1), ignore_index
-    )
-    for name in ("log_p", "entropy", "lse"):
-        assert_near(actual[name], expected[name], real, 20)
-    for name in ("predicted", "correct", "counts"):
-        assert torch.equal(actual[name], expected[name]), name
+    actual = run_focal_loss(library, logits, target, gamma, grad, statistics=kind, **options)
+    assert_statistics(actual, logits, target, ignore_index)
     if kind == ALONE:
         return actual
-    alone = run_focal_loss(library, logits, target, 2.0, grad, **options)
+    alone = run_focal_loss(library, logits, target, gamma, grad, **options)
     for name in ("loss", "divisor", "grad_logits"):
         assert_near(actual[name], alone[name], logits.dtype if name == "grad_logits" else real, 20)
     return actual
@@ -68,6 +72,26 @@ def test_row_statistics(library, name, dtype):
         check_statistics(library, logits, target, kind=kind, ignore_index=77, reduction="none" if rows % 2 else "mean")
 
 
+# With label smoothing, gammas of a kernel of their own and others, with and without class weights.
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*(("focal", dtype) for dtype in DTYPES), *((name, torch.float32) for name in SOFT[1:])]
+)
+def test_row_statistics_with_smoothing(library, name, dtype):
+    for rows, classes in ((1, 1), (33, 3), (257, 10), (70, 129), (9, 513), (3, 4099)):
+        logits = (3 * torch.randn(rows, classes)).to(dtype)
+        target = labels_for(logits, LABELS[rows % 3] if classes < 256 else torch.int32)
+        target[rows // 2] = 77
+        if rows > 3:
+            target[1] = classes  # out of range
+            logits[2:4] = 0  # ties, of which one is the label
+            target[2] = classes - 1
+        for gamma in (0.0, 1.0, 2.0, 1.5) if name == "focal" else (2.0,):
+            for options in ({}, {"weight": torch.rand(classes)}):
+                options |= {"label_smoothing": 0.1, "ignore_index": 77, "reduction": "none"}
+                actual = check_row_loss(library, name, logits, target, gamma, statistics=number(name), **options)
+                assert_statistics(actual, logits, target, 77)
+
+
 @pytest.mark.parametrize("name", ["focal", "poly"])
 def test_row_statistics_layouts(library, name):
     for dtype in (torch.float32, torch.bfloat16):
@@ -77,7 +101,8 @@ def test_row_statistics_layouts(library, name):
             torch.randn(300, 40).to(dtype).t().contiguous().t(),
         ):
             check_statistics(library, 3 * logits, labels_for(logits), kind=number(name))
-            check_statistics(library, 3 * logits, labels_for(logits), kind=number(name), label_smoothing=0.1)
+            for gamma in (2.0, 1.5):
+                check_statistics(library, 3 * logits, labels_for(logits), gamma, kind=number(name), label_smoothing=0.1)
 
 
 # Largest classes that are far above, tied, masked, infinite or missing, in the first and the last vector of a row.
@@ -96,29 +121,32 @@ def test_row_statistics_edges(library, classes):
     logits[7, classes - 1] = logits[7, 1] = 9.0
     target[7] = 1
     target[8] = classes  # out of range
-    for kind in (ALONE, 0):
-        actual = check_statistics(library, logits, target, kind=kind, reduction="none")
+    smoothed = [{"gamma": gamma, "label_smoothing": 0.1} for gamma in (0.0, 1.0, 2.0, 1.5)]
+    for options in ({"kind": ALONE}, {}, *smoothed):
+        actual = check_statistics(library, logits, target, **{"kind": 0, "reduction": "none"} | options)
         assert actual["predicted"][6] == 0
         assert actual["predicted"][7] == 1
         assert actual["log_p"][8].isnan() and not actual["entropy"][8].isnan()
     logits[9, classes - 1] = NAN
     logits[10, classes - 1] = torch.inf
     logits[11] = -torch.inf
-    actual = run_focal_loss(library, logits, target, 2.0, torch.ones(12), reduction="none", statistics=0)
-    assert actual["predicted"][9:].tolist() == [-1, classes - 1, 0]
-    assert actual["entropy"][9:].isnan().tolist() == [True, True, False]
-    assert actual["log_p"][9:].isnan().all()
-    assert actual["loss"].isnan().nonzero().flatten().tolist() == [8, 9, 10, 11]
-    logits[10, 0] = torch.inf  # not NaN, although their difference is
-    actual = run_focal_loss(library, logits, target, 2.0, torch.ones(12), reduction="none", statistics=0)
-    assert actual["predicted"][10] == 0
+    also_infinite = logits.clone()
+    also_infinite[10, 0] = torch.inf  # not NaN, although their difference is
+    for options in ({"gamma": 2.0}, *smoothed):
+        options |= {"grad": torch.ones(12), "reduction": "none", "statistics": 0}
+        actual = run_focal_loss(library, logits, target, **options)
+        assert actual["predicted"][9:].tolist() == [-1, classes - 1, 0]
+        assert actual["entropy"][9:].isnan().tolist() == [True, True, False]
+        assert actual["lse"][11] == -torch.inf
+        assert actual["log_p"][9:].isnan().all()
+        assert actual["loss"].isnan().nonzero().flatten().tolist() == [8, 9, 10, 11]
+        assert run_focal_loss(library, also_infinite, target, **options)["predicted"][10] == 0
 
 
 def test_row_statistics_of_nothing(library):
-    for rows in (0, 40):
-        actual = run_focal_loss(
-            library, torch.randn(rows, 5), torch.full((rows,), -100), 2.0, torch.ones(1), statistics=0
-        )
+    for rows, gamma, smoothing in ((0, 2.0, 0.0), (40, 2.0, 0.0), (0, 2.0, 0.1), (40, 2.0, 0.1), (0, 1.5, 0.1)):
+        logits, target = torch.randn(rows, 5), torch.full((rows,), -100)
+        actual = run_focal_loss(library, logits, target, gamma, torch.ones(1), statistics=0, label_smoothing=smoothing)
         assert actual["loss"].isnan().all()
         assert (actual["predicted"] == -1).all()
         assert (actual["entropy"] == 0).all()

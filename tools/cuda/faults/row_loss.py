@@ -151,7 +151,7 @@ FAULTS = [
         "row_loss_smoothed.cu",
         "t < geometry.tiles; t += gridDim.x",
         "t < geometry.tiles; t += geometry.tiles",
-        1,
+        2,
     ),
     Fault(
         "any thread writes the label's gradient of a row of one share",
@@ -194,6 +194,50 @@ FAULTS = [
         "t < geometry.tiles; t += geometry.tiles",
     ),
     Fault(
+        "the loss of smoothed rows with statistics has a wrong label",
+        "row_loss_smoothed.cu",
+        "row.is_live = row.label >= 0;",
+        "",
+    ),
+    Fault(
+        "statistics of smoothed rows: only the first rows of a block",
+        "row_loss_smoothed.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+        1,
+    ),
+    Fault(
+        "the entropy of smoothed rows has no sum of e x",
+        "row_loss_smoothed.cu",
+        "{sums.max, rest, sums.fall, sums.largest}",
+        "{sums.max, rest, Real(0), sums.largest}",
+    ),
+    Fault(
+        "equal classes of smoothed rows: the last is the largest",
+        "smoothed_row.cuh",
+        "row.largest = group.min(has_largest ? largest_ : kNoClass);",
+        "row.largest = -group.min(has_largest ? -largest_ : kNoClass);",
+    ),
+    Fault(
+        "the entropy of rows with shares keeps an older maximum",
+        "shared_row.cuh",
+        "plain_fall + shrink * rise * rest_.sum",
+        "plain_fall",
+    ),
+    Fault(
+        "statistics of rows with shares: only the first rows of a block",
+        "row_loss_shared.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+        1,
+    ),
+    Fault(
+        "sums of a smoothed loss: the target's number in place of the largest class's",
+        "row_statistics.cu",
+        "has_label ? logarithm(sums.rest) - log_s : Real(0)",
+        "has_label ? (row.z(row.label) - sums.max) - log_s : Real(0)",
+    ),
+    Fault(
         "a wrong label counts as ignored",
         "row_statistics.cu",
         "row.label != kIgnored;  // rows",
@@ -225,7 +269,7 @@ FAULTS = [
         "row_loss_shared.cu",
         "t < geometry.tiles; t += gridDim.x",
         "t < geometry.tiles; t += geometry.tiles",
-        1,
+        2,
     ),
     Fault(
         "any thread writes the likely class's gradient of a row with shares",
