@@ -6,11 +6,16 @@ from torch import Tensor
 from focalkern._devices import has_float64
 from focalkern._types import compute_dtype
 
-__all__ = ["row_statistics", "row_sums"]
+__all__ = ["has_label", "row_statistics", "row_sums"]
 
 # Logits per block: on the CPU as many as fit its caches, on other devices enough to bound the extra memory.
 _BLOCK = {"cpu": 1 << 19}
 _OTHER_BLOCK = 1 << 23
+
+
+def has_label(target: Tensor, value: int) -> bool:
+    """Whether a label equals ``value``."""
+    return bool((target == value).any())
 
 
 def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from focalkern._checks import dense, finite, flag, integer, label, number, smoot
 from focalkern._devices import autocast_is_on
 from focalkern._types import FLOATS, HALVES, LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
 from focalkern.gamma import GammaTable
+from focalkern.ops._backend import backend_for
 from focalkern.ops._row_loss import warn_if_steep
 
 __all__ = [
@@ -27,6 +28,8 @@ _OP = "linear_focal_loss"
 # Bytes of logits up to which one matrix product and focal_loss are faster than chunks, which cost Python calls each.
 _FEW_LOGITS = 2**20
 
+_PLAIN = frozenset(PLAIN_TENSORS)
+
 
 def is_ordinary(
     input: object,
@@ -38,46 +41,41 @@ def is_ordinary(
     label_smoothing: object,
     detach_modulation: object,
 ) -> bool:
-    """Whether rows, head and labels on the CPU fit together, so that every check passes and no option needs chunks. The
-    checks that name an invalid argument take longer than a small batch."""
+    """Whether no option and no tensor needs chunks, for rows, head and labels on the CPU.
+
+    A call with another invalid argument fails in the product or in ``focal_loss``. The checks that name the argument
+    take longer than a small batch.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
     tensors = (input, linear_weight, target) if linear_bias is None else (input, linear_weight, target, linear_bias)
-    for tensor in tensors:
-        if type(tensor) not in PLAIN_TENSORS or not isinstance(tensor, Tensor):
-            return False
-        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
-            return False
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return False
     assert isinstance(input, Tensor) and isinstance(linear_weight, Tensor) and isinstance(target, Tensor)
-    rows, head, dtype = input.shape, linear_weight.shape, input.dtype
+    head, dtype = linear_weight.shape, input.dtype
     return (
         type(gamma) is float
         and STEEPEST_INVERSE_GAMMA <= gamma < math.inf
         and type(ignore_index) is int
-        and -(2**63) <= ignore_index < 2**63
         and type(label_smoothing) is float
-        and 0 <= label_smoothing <= 1
         and type(detach_modulation) is bool
-        and len(rows) == len(head) == 2
-        and rows[1] == head[1]
-        and head[0] >= 1
+        and input.is_cpu
         and (dtype == torch.float64 or (dtype == torch.float32 and not torch.is_autocast_enabled("cpu")))
-        and linear_weight.dtype == dtype
-        and target.dtype == torch.int64
-        and target.shape == rows[:1]
-        and (not isinstance(linear_bias, Tensor) or (linear_bias.dtype == dtype and linear_bias.shape == head[:1]))
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        and target.dtype in LABELS
+        and input.layout is linear_weight.layout is torch.strided
+        and input.dim() == len(head) == 2
+        # F.linear would broadcast it
+        and (not isinstance(linear_bias, Tensor) or linear_bias.shape == head[:1])
     )
 
 
 def are_few(input: Tensor, linear_weight: Tensor, target: Tensor, ignore_index: int) -> bool:
     """Whether the rows have few logits and none is ignored: ignored rows may hold NaN, and must stay out of the
-    products. A negative label is ignored or invalid."""
+    products."""
     rows = input.shape[:-1].numel()
     if rows * linear_weight.shape[0] * input.element_size() > _FEW_LOGITS:
         return False
-    if rows and ignore_index < 0 and target.dtype == torch.int64:
-        return int(target.min()) >= 0  # half the time of a comparison
-    return not bool((target == ignore_index).any())
+    return target.is_floating_point() or not backend_for(target).has_label(target, ignore_index)
 
 
 def check_numbers(

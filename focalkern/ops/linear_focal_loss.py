@@ -211,17 +211,23 @@ def linear_focal_loss(
         and type(z_loss) is float
         and z_loss == 0
         and return_stats is False
-        and is_ordinary(
-            input, linear_weight, target, gamma, linear_bias, ignore_index, label_smoothing, detach_modulation
-        )
-        and are_few(input, linear_weight, target, ignore_index)
     ):
-        options: Any = {"label_smoothing": label_smoothing, "detach_modulation": detach_modulation}
+        given: Any = (gamma, linear_bias, ignore_index, label_smoothing, detach_modulation)
         try:
-            z = F.linear(input, linear_weight, linear_bias)
-            return focal_loss(z, target, gamma, ignore_index=ignore_index, reduction=reduction, **options)
-        except (IndexError, ValueError) as error:  # an invalid label or reduction
-            raise type(error)(str(error).replace("focal_loss", _OP, 1)) from None
+            if is_ordinary(input, linear_weight, target, *given) and are_few(
+                input, linear_weight, target, ignore_index
+            ):
+                return focal_loss(
+                    F.linear(input, linear_weight, linear_bias),
+                    target,
+                    gamma,
+                    ignore_index=ignore_index,
+                    reduction=reduction,
+                    label_smoothing=label_smoothing,
+                    detach_modulation=detach_modulation,
+                )
+        except (TypeError, ValueError, IndexError, RuntimeError):
+            pass  # the checks below name the invalid argument
     if process_group is None and is_dtensor(input):
 
         def local(

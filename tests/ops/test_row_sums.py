@@ -139,3 +139,18 @@ def test_errors(z, error, message):
         pytest.skip("plain torch leaves the checks to the losses")
     with pytest.raises(error, match=message):
         backend.row_sums(z)
+
+
+@pytest.mark.parametrize("labels", [torch.int64, torch.int32, torch.uint8])
+def test_whether_a_label_has_a_value(labels):
+    from focalkern.ops._backend import backend_for
+
+    target = torch.tensor([[3, 7, 3, 3], [3, 3, 3, 200]]).to(labels)
+    for function in (backend_for(target).has_label, fallback.has_label):
+        assert function(target, 200) and function(target[:1], 7)
+        assert not function(target, 4) and not function(target, -100)
+        assert not function(target[:, ::2], 7)
+        assert not function(target[:0], 3)
+    if backend_for(target).has_label is not fallback.has_label:
+        with pytest.raises(ValueError, match=r"has_label: target must be int64, .* on the CPU, got Float on cpu"):
+            backend_for(target).has_label(target.float(), 3)
