@@ -303,7 +303,7 @@ class Fitted(Parameters):
         except (TypeError, ValueError) as error:
             self._check_values(input)
             raise renamed(name, error) from None
-        if found_by == "nan" and math.isnan(result.detach().sum()):
+        if found_by == "nan" and math.isnan(result.sum()):
             self._check_values(input)
         return result
 

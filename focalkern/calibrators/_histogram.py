@@ -13,7 +13,7 @@ from focalkern._types import PROPER, InputKind
 from focalkern.calibrators._base import FusedCalibrator
 from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class, can_occur_after, scaled
+from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class, cannot_occur_after, scaled
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
@@ -146,8 +146,8 @@ class HistogramBinning(FusedCalibrator):
         centres = (edges[1:] + edges[:-1]) / 2
         values = torch.where(counts > 0, right / torch.where(counts > 0, mass, 1.0), centres)
         device = log_probs.device
-        possible = can_occur_after(module, input)
-        binned = bin_top_class(log_probs, top, possible, cuts.to(device), values.to(device))
+        impossible = cannot_occur_after(module, input)
+        binned = bin_top_class(log_probs, top, impossible, cuts.to(device), values.to(device))
         return {
             "edges_": edges.numpy(),
             "counts_": counts.numpy(),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._inputs import can_occur, widened
+from focalkern.calibrators._inputs import cannot_occur, widened
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput, RowMap
 
-__all__ = ["HistogramLogProbs", "bin_top_class", "can_occur_after", "scaled"]
+__all__ = ["HistogramLogProbs", "bin_top_class", "cannot_occur_after", "scaled"]
 
 
 class HistogramLogProbs(RowMap):
@@ -48,8 +48,8 @@ class HistogramLogProbs(RowMap):
     def mapped(self, input: Tensor, *, log: bool) -> Tensor:
         """Log-probabilities [..., C], or probabilities, of ``input`` [..., C], in its dtype."""
         log_probs = scaled(self.scaling, input)
-        possible = can_occur_after(self.scaling, input)
-        binned = bin_top_class(log_probs, input.argmax(-1, keepdim=True), possible, self.edges, self.values)
+        impossible = cannot_occur_after(self.scaling, input)
+        binned = bin_top_class(log_probs, input.argmax(-1, keepdim=True), impossible, self.edges, self.values)
         return (binned if log else binned.exp()).to(input.dtype)
 
 
@@ -62,20 +62,20 @@ def scaled(scaling: CalibratedLogProbs | FlooredInput, input: Tensor) -> Tensor:
     return log_probs
 
 
-def can_occur_after(scaling: CalibratedLogProbs | FlooredInput, input: Tensor) -> Tensor:
-    """[..., C] bool: the classes of ``input`` that can occur after the scaling; a floor makes every class possible."""
+def cannot_occur_after(scaling: CalibratedLogProbs | FlooredInput, input: Tensor) -> Tensor:
+    """[..., C] bool: the classes of ``input`` that cannot occur after the scaling: none after a floor."""
     if isinstance(scaling, FlooredInput):
-        return torch.ones_like(input, dtype=torch.bool)
-    return can_occur(input, scaling.input_kind)
+        return torch.zeros_like(input, dtype=torch.bool)
+    return cannot_occur(input, scaling.input_kind)
 
 
-def bin_top_class(log_probs: Tensor, top: Tensor, possible: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+def bin_top_class(log_probs: Tensor, top: Tensor, impossible: Tensor, edges: Tensor, values: Tensor) -> Tensor:
     """Replace the probability of the top class by the value of its bin and rescale the others to the rest.
 
     Args:
         log_probs: [..., C], normalised, float32 or float64.
         top: [..., 1] int64, the class whose probability is replaced.
-        possible: [..., C] bool, the classes that can occur.
+        impossible: [..., C] bool, the classes that cannot occur.
         edges: [M - 1] float64; bin (lo, hi], compared in the dtype of ``log_probs``.
         values: [M] float64 in [0, 1].
 
@@ -90,7 +90,7 @@ def bin_top_class(log_probs: Tensor, top: Tensor, possible: Tensor, edges: Tenso
     value = values.to(dtype)[index]
 
     is_top = torch.arange(log_probs.shape[-1], device=log_probs.device) == top
-    apart = is_top | ~possible
+    apart = is_top | impossible
     alone = apart.all(-1, keepdim=True)
     value = torch.where(alone, 1.0, value)
     # In log space, so that probabilities that would underflow keep their ratios. Finite, so that classes of probability

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from focalkern._types import HALVES
 
-__all__ = ["as_pairs", "can_occur", "floored", "floored_input", "widened"]
+__all__ = ["as_pairs", "cannot_occur", "floored", "floored_input", "widened"]
 
 
 def widened(input: Tensor) -> Tensor:
@@ -20,9 +20,9 @@ def as_pairs(input: Tensor, input_kind: str) -> Tensor:
     return torch.stack([1 - input if input_kind == "probs" else torch.zeros_like(input), input], dim=-1)
 
 
-def can_occur(input: Tensor, input_kind: str) -> Tensor:
-    """[..., C] bool: False for classes with a logit of -inf or a probability of 0."""
-    return input > (0 if input_kind == "probs" else -math.inf)
+def cannot_occur(input: Tensor, input_kind: str) -> Tensor:
+    """[..., C] bool: True for classes with a logit of -inf or a probability of 0."""
+    return input <= (0 if input_kind == "probs" else -math.inf)
 
 
 def floored(log_probs: Tensor, floor: float) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._inputs import can_occur
+from focalkern.calibrators._inputs import cannot_occur
 from focalkern.calibrators._modules import RowMap, exports_to_onnx
 
 __all__ = ["IsotonicLogProbs"]
@@ -95,6 +95,6 @@ class IsotonicLogProbs(RowMap):
         low, width, first, rise = self._pieces.index_select(0, (piece + self._starts).flatten()).unbind(-1)
         regressed = torch.addcmul(first, (columns.flatten() - low) / width, rise)
         regressed = regressed.view_as(columns).T.reshape(probs.shape)
-        regressed = torch.where(can_occur(wide, self.input_kind), regressed, 0.0)
+        regressed = regressed.masked_fill(cannot_occur(wide, self.input_kind), 0.0)
         result = regressed / regressed.sum(-1, keepdim=True)
         return (result.log() if log else result).to(input.dtype)

@@ -12,7 +12,7 @@ from focalkern._types import InputKind
 from focalkern.calibrators._base import FusedCalibrator
 from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._inputs import can_occur
+from focalkern.calibrators._inputs import cannot_occur
 from focalkern.calibrators._newton_search import check_finite_nll, minimize_focal, nll_temperature
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._probmetrics import fit_structured
@@ -214,8 +214,8 @@ class StructuredScaling(FusedCalibrator):
             penalties.fill_(strength)
         else:
             penalties.fill_diagonal_(strength)
-        possible = can_occur(input, self.input_kind)
-        return "lbfgs", temperature, *_regularised(features, possible, target, share, identity, penalties, strength)
+        impossible = cannot_occur(input, self.input_kind)
+        return "lbfgs", temperature, *_regularised(features, impossible, target, share, identity, penalties, strength)
 
     def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
@@ -262,7 +262,7 @@ class StructuredScaling(FusedCalibrator):
 
 def _regularised(
     features: Tensor,
-    possible: Tensor,
+    impossible: Tensor,
     target: Tensor,
     share: Tensor,
     identity: Tensor,
@@ -273,7 +273,7 @@ def _regularised(
 
     Args:
         features: [N, C] float64.
-        possible: [N, C] bool, the classes that can occur.
+        impossible: [N, C] bool, the classes that cannot occur.
         target: [N] int64.
         share: [N] float64, weights of the mean, which sum to 1.
         identity, penalties: [C, C], or [C] for a diagonal.
@@ -290,10 +290,10 @@ def _regularised(
         value = (penalties * change.square()).sum() + of_bias * bias.square().sum()
         of_weight, of_intercept = 2 * penalties * change, 2 * of_bias * bias
         for x, mask, labels, part in zip(
-            *(each.split(rows) for each in (features, possible, target, share)), strict=True
+            *(each.split(rows) for each in (features, impossible, target, share)), strict=True
         ):
             scores = (x * weight if vector else x @ weight.T) + bias
-            log_probs = scores.masked_fill(~mask, -torch.inf).log_softmax(-1)
+            log_probs = scores.masked_fill(mask, -torch.inf).log_softmax(-1)
             value = value - log_probs.gather(1, labels.unsqueeze(1)).squeeze(1) @ part
             # Softmax minus one-hot; all gradients are weighted sums of it.
             slope = log_probs.exp_()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._inputs import can_occur, floored, widened
+from focalkern.calibrators._inputs import cannot_occur, floored, widened
 from focalkern.calibrators._modules import RowMap, exports_to_onnx
 from focalkern.calibrators._plain_map import plain_map
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -85,7 +85,7 @@ class StructuredLogProbs(RowMap):
         weight, bias = self.weight.to(features), self.bias.to(features)
         is_vector = weight.dim() == 1
         scores = torch.addcmul(bias, features, weight) if is_vector else F.linear(features, weight, bias)
-        return scores.masked_fill(~can_occur(input, self.input_kind), -math.inf)
+        return scores.masked_fill(cannot_occur(input, self.input_kind), -math.inf)
 
     def finished(self, scores: Tensor, *, log: bool) -> Tensor:
         """Log-probabilities, or probabilities, from the scores W x + b."""
