@@ -215,10 +215,10 @@ class Fitted(Parameters):
         raise NotImplementedError
 
     def _invalid_rows_are(self) -> Literal["rejected", "nan"] | None:
-        """What ``_apply`` does with rows of logits that are not distributions; None if such rows must not reach it.
+        """The result of ``_apply`` for rows of logits that are not distributions; None if such rows must not reach it.
 
-        ``"rejected"``: its operator raises, and also rejects such rows of probabilities. ``"nan"``: their results are
-        NaN; those of other rows are finite, or -inf with ``log``.
+        ``"rejected"``: its operator raises, and also rejects such rows of probabilities. ``"nan"``: such rows become
+        NaN; the results of other rows are finite, or -inf with ``log``.
         """
         return None
 
@@ -293,16 +293,16 @@ class Fitted(Parameters):
         return input
 
     def _applied(self, logits: Any, *, log: bool) -> Tensor:
-        input, name = self._of_fit(logits), type(self).__name__
+        input = self._of_fit(logits)
         found_by = self._invalid_rows_are()
-        # A sum other than 1 gives no NaN, and the floor hides it from the operator.
+        # A sum other than 1 makes no row NaN, and a floor hides it from the operator.
         if not found_by or (self.input_kind == "probs" and (found_by == "nan" or self.input_floor_)):
             self._check_values(input)
         try:
             result = self._after_floor(input, log=log)
         except (TypeError, ValueError) as error:
             self._check_values(input)
-            raise renamed(name, error) from None
+            raise renamed(type(self).__name__, error) from None
         if found_by == "nan" and math.isnan(result.sum()):
             self._check_values(input)
         return result
