@@ -218,7 +218,7 @@ def run_sweep(
     if executor is None and (jobs == 1 or len(names) == 1):
         for name in tasks:
             keep(name, *function([name]))
-    else:
+    elif tasks:
         tasks.sort(key=size_of, reverse=True)  # largest first, so that no large task is left at the end
         batches = [tasks[begin : begin + batch] for begin in range(0, len(tasks), batch)]
         if executor is None:

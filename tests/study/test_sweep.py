@@ -165,6 +165,15 @@ def test_several_processes_find_the_same(files, tmp_path):
             assert first["figures"][method] == pytest.approx(second["figures"][method], rel=1e-9)
 
 
+def test_several_processes_have_nothing_to_do_for_known_files(files, run, tmp_path):
+    expected = sweep(files[:2], folder=tmp_path / "report")
+    assert sweep(files[:2], folder=tmp_path / "report", jobs=2) == expected
+    pytest.importorskip("tabulate")
+    code, _, err = run("sweep", *files[:2], "--report", tmp_path / "report", "--jobs", 2)
+    assert (code, err.count("(known)")) == (0, 2)
+    assert sweep([], jobs=2).networks == ()
+
+
 def test_one_set_is_halved(files, tmp_path):
     with np.load(files[0]) as arrays:
         np.savez(tmp_path / "one.npz", logits=arrays["val_logits"], labels=arrays["val_labels"])
