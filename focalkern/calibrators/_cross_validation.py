@@ -97,11 +97,10 @@ def cross_validate(
                     part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
                     stopped = stopped or getattr(part, "at_border_", ())
                     found.append(log_proba(part, input[place]))
-            if of_folds:
-                of_rows = torch.cat(of_folds, 1)
-                loss[:, order] = of_rows if criterion == "nll" else of_rows[1].expand(2, -1)
-            if found:
-                loss[:, order] = losses_of(torch.cat(found), labels[order], criterion)
+            if of_folds or found:
+                of_rows = torch.cat(of_folds, 1) if of_folds else losses_of(torch.cat(found), labels[order], criterion)
+                of_rows = of_rows[1].expand(2, -1) if of_folds and criterion == "brier" else of_rows
+                loss.scatter_(1, order.expand(2, -1), of_rows)  # an index would start threads
         # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
         except Exception as error:
             if name == "none":

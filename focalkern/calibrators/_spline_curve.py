@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,8 +38,11 @@ class NaturalSpline:
 
     def locate(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """The piece of every u, int64, and u minus the origin of the piece."""
-        piece = torch.bucketize(u, self.knots.to(u.device))
-        return piece, u - self.origins.to(u.device)[piece]
+        if u.is_cpu:  # torch starts threads for so few numbers, and waits for them
+            piece = torch.from_numpy(np.searchsorted(self.knots.numpy(), u.numpy()))
+        else:
+            piece = torch.bucketize(u, self.knots.to(u.device))
+        return piece, u - self.origins.to(u.device).index_select(0, piece)
 
     def rows(self, u: Tensor) -> Tensor:
         """The matrix [n, m] with f(u) = ``rows(u) @ values``, for a small number of u [n]."""

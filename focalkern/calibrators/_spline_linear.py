@@ -170,7 +170,8 @@ def precondition(rows: SplineRows, map: Map, hessian: Tensor, kinds: Sequence[st
     if kinds and n_classes <= _FEW_CLASSES:
         whole = linear_hessian(rows, map, hessian)
         places = of_vector(n_curve, n_classes).to(whole.device)
-        wanted = {kind: whole[places][:, places] if kind == "vector" else whole for kind in kinds}
+        of_vectors = whole.index_select(0, places).index_select(1, places)
+        wanted = {kind: of_vectors if kind == "vector" else whole for kind in kinds}
         found = {kind: _root(one) for kind, one in wanted.items()}
         roots: dict[str, Preconditioner] = {kind: one for kind, one in found.items() if one is not None}
         if len(roots) == len(kinds):
