@@ -69,7 +69,7 @@ def located(path: str, storage_options: Mapping[str, Any] | None = None) -> str:
     if is_url(path):
         return Url(path, storage_options)
     if path.startswith("@") and not os.path.exists(path):
-        return NamedFiles([located(name, storage_options) for name in _lines(path[1:])])
+        return NamedFiles([located(name, storage_options) for name in _lines(path[1:], storage_options)])
     return path
 
 
@@ -187,9 +187,10 @@ def _below(folder: Any) -> Any:
     return Url(pattern, folder.options) if isinstance(folder, Url) else pattern
 
 
-def _lines(name: str) -> list[str]:
+def _lines(name: str, storage_options: Mapping[str, Any] | None) -> list[str]:
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
+        content = urls.contents(Url(name, storage_options)) if is_url(name) else Path(name).read_bytes()
+        lines = content.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "bytes that are no UTF-8"
         raise InputError(f"@{name}: expected a list of files, one per line, found: {why}") from None

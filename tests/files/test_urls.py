@@ -126,6 +126,10 @@ def test_names_stand_for_urls(memory, tmp_path):
     listed = tmp_path / "files.txt"
     listed.write_text(f"{memory}/part-*.npz\n")
     same(read_sets(f"@{listed}"), read_sets(f"{memory}/part-*.npz"))
+    numbered.pipe("/files.txt", listed.read_bytes())
+    same(read_sets("@memory://files.txt"), read_sets(f"{memory}/part-*.npz"))
+    with pytest.raises(InputError, match=r"^memory://none\.txt: expected a file, found nothing there$"):
+        expanded(["@memory://none.txt"])
     # In a web address a question mark starts the query; a path with a colon is no URL.
     assert (
         suffix_of("https://host/val.NPZ?token=a*b.csv") == ".npz" and name_of("s3://b/x_logits.npy").stem == "x_logits"
