@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import focalkern as fk
 from benchmarks.harness import Provider, Row, measure, why_absent
 from benchmarks.speed.focal_loss import forward_backward
+from focalkern import fallback
+from focalkern.fallback._compile import compile_on
 
 Case = tuple[str, int, int, list[Provider]]
 """Name, rows, classes, and the providers, with focalkern's call first."""
@@ -206,6 +208,34 @@ def compiled(quick: bool) -> Iterator[Case]:
                 Provider("cross_entropy", step(F.cross_entropy, logits, target)),
             ],
         )
+
+
+@group
+def plain_torch(quick: bool) -> Iterator[Case]:
+    """Plain torch, compiled, as on GPUs without kernels, against eager plain torch and the kernels."""
+    if quick:
+        return
+    n, classes, options = 8192, 1000, (None, None, 1, -100, 0.0, False)
+    logits, target = drawn(n, classes)
+    run = step(lambda z, y: fallback.focal_loss(z, y, 2.0, *options), logits, target)
+
+    def run_compiled() -> object:
+        compile_on(["cpu"])
+        try:
+            return run()
+        finally:
+            compile_on([])
+
+    yield (
+        f"plain torch, compiled {n}x{classes}",
+        n,
+        classes,
+        [
+            Provider("focalkern", run_compiled),
+            Provider("eager", run),
+            Provider("kernels", step(fk.focal_loss, logits, target, gamma=2.0)),
+        ],
+    )
 
 
 @group
