@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Minimum", "Pairs", "Vector", "minimise", "tensor", "vector"]
+__all__ = ["Minimum", "Pairs", "Vector", "minimise", "product", "tensor", "vector"]
 
 Vector = Any
 """[n] float64: a NumPy array, whose operations take less time than torch's, or a tensor on another device."""
@@ -19,6 +19,8 @@ HISTORY = 10
 _DECREASE, _CURVATURE = 1e-4, 0.9  # of the strong Wolfe conditions
 _TRIALS = 25  # of one line search
 _ROUNDING = 1e-14  # relative rounding error of a value
+
+_SMALL = 8192  # elements of a matrix for which NumPy's BLAS starts no threads
 
 _Trial = tuple[float, float, float]
 """The size of a step, the value at its end and the slope along it."""
@@ -51,6 +53,14 @@ def vector(tensor: Tensor) -> Vector:
 def tensor(of: Vector) -> Tensor:
     """The vector as a tensor that shares its memory."""
     return torch.from_numpy(of) if isinstance(of, np.ndarray) else of
+
+
+def product(matrix: Vector, of: Vector) -> Vector:
+    """``matrix @ of``, or the inner product of two vectors. A large array does not go to NumPy's BLAS, whose threads
+    would take processors from torch's."""
+    if isinstance(of, Tensor) or matrix.size <= _SMALL:
+        return matrix @ of
+    return np.einsum("...i,i->...", matrix, of)
 
 
 def minimise(
@@ -88,7 +98,7 @@ def minimise(
         if size <= done:
             break
         direction = memory.direction(gradient)
-        slope = float(gradient @ direction)
+        slope = float(product(gradient, direction))
         if not slope < 0:  # the gradient is only rounding errors
             break
         if brief and 2 * size * size <= done * previous:
@@ -111,7 +121,7 @@ def minimise(
 
 
 def _length(of: Vector, norm: float) -> float:
-    return float(abs(of).max()) if norm == math.inf else math.sqrt(float(of @ of))
+    return float(abs(of).max()) if norm == math.inf else math.sqrt(float(product(of, of)))
 
 
 def _zeros(n: int, like: Vector) -> Vector:
@@ -148,12 +158,12 @@ class Pairs:
 
     def add(self, step: Vector, change: Vector) -> None:
         """Adds a pair, unless its curvature is only rounding errors; replaces the oldest one if the memory is full."""
-        if not float(step @ change) > 1e-10 * float(change @ change):
+        if not float(product(step, change)) > 1e-10 * float(product(change, change)):
             return
         place = self._order.pop(0) if len(self._order) == HISTORY else len(self._order)
         self._order.append(place)
         self._rows[place], self._rows[HISTORY + place] = step, change
-        of_step, of_change = (self._rows @ step).tolist(), (self._rows @ change).tolist()
+        of_step, of_change = (product(self._rows, one).tolist() for one in (step, change))
         self._of_step[place], self._of_change[place] = of_change[:HISTORY], of_change[HISTORY:]
         for other in self._order:
             self._of_step[other][place] = of_step[HISTORY + other]
@@ -166,7 +176,7 @@ class Pairs:
         """
         if not self._order:
             return -gradient
-        of_gradient = (self._rows @ gradient).tolist()
+        of_gradient = product(self._rows, gradient).tolist()
         factors, last = [0.0] * (2 * HISTORY), self._order[-1]
         scale = self._of_step[last][last] / self._of_change[last][last]
         later: list[tuple[int, float]] = []
@@ -185,7 +195,7 @@ class Pairs:
                 change += of_step * self._of_step[i][j]
             earlier.append((i, factor - change / self._of_step[i][i]))
             factors[i], factors[HISTORY + i] = earlier[-1][1], -scale * factor
-        return self._rows.T @ _filled(factors, gradient) - scale * gradient
+        return product(self._rows.T, _filled(factors, gradient)) - scale * gradient
 
 
 def _line_search(
@@ -202,7 +212,7 @@ def _line_search(
     size = 1.0
     for trial in range(1, _TRIALS + 1):
         there, gradient = objective(point + size * direction)
-        at = float(gradient @ direction)
+        at = float(product(gradient, direction))
         if not (there <= value + _DECREASE * size * slope + rounding and there <= low[1] + rounding):
             high = (size, there, at)
         elif abs(at) <= -_CURVATURE * slope:

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._lbfgs import Pairs, Vector, minimise, tensor, vector
+from focalkern.calibrators._lbfgs import Pairs, Vector, minimise, product, tensor, vector
 from focalkern.calibrators._spline_curvature import linear_hessian, of_vector, softmax_of
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_fit import (
@@ -93,7 +93,7 @@ class LinearObjective:
     def of_sums(self, point: Vector, sums: Tensor) -> tuple[float, Vector]:
         """Value and gradient from :meth:`sums` at a point."""
         sums, pull, weight_sum = vector(sums), self._penalty.step(point), self._rows.weight_sum
-        return float(sums[0] + point @ pull) / weight_sum, (sums[1:] + 2 * pull) / weight_sum
+        return float(sums[0] + product(point, pull)) / weight_sum, (sums[1:] + 2 * pull) / weight_sum
 
 
 def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
@@ -157,10 +157,10 @@ class Root:
     transposed: Vector
 
     def step(self, point: Vector) -> Vector:
-        return self.root @ point
+        return product(self.root, point)
 
     def gradient(self, slopes: Vector) -> Vector:
-        return self.transposed @ slopes
+        return product(self.transposed, slopes)
 
 
 def precondition(rows: SplineRows, map: Map, hessian: Tensor, kinds: Sequence[str]) -> dict[str, Preconditioner]:
