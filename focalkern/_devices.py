@@ -1,4 +1,4 @@
-"""Properties of devices: float64, autocast, and numbers that stay on the host."""
+"""Properties of devices: float64, autocast, threads, and numbers that stay on the host."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ __all__ = [
     "has_float64",
     "is_host_number",
     "on_device",
+    "one_thread",
     "where_float64",
 ]
 
@@ -60,3 +61,15 @@ def cpu_by_default() -> Iterator[None]:
     """New tensors are on the CPU where no device is named, whatever torch's default device is."""
     with contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread: for work that is too small for several, which would wait for each other on a busy
+    machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

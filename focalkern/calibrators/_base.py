@@ -1,7 +1,9 @@
 """The base of all calibrators: fit, save, load, and the hooks of a subclass."""
 
+import contextlib
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self, cast
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from focalkern._atomic import write_atomically
 from focalkern._checks import path_text, short
-from focalkern._devices import cpu_by_default
+from focalkern._devices import cpu_by_default, one_thread
 from focalkern._diagnostics import input_problems, label_problems, one_logit_problems, refuse_probs
 from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_document, to_document
 from focalkern.calibrators._fit_data import FitData, as_rows
@@ -21,6 +23,8 @@ from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
 
 __all__ = ["Calibrator", "FusedCalibrator", "load_calibrator"]
+
+_FEW_LOGITS = 2**17  # a fit to at most so many takes one thread
 
 
 class Calibrator(Fitted):
@@ -116,10 +120,13 @@ class Calibrator(Fitted):
             refuse_probs(name, rows.input)
         floor = float(getattr(self, "floor", 0.0))
         of_fit = replace(rows, input=floored_input(rows.input, floor, self.input_kind)) if floor else rows
-        fitted = self._fit(of_fit)
-        layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense)
-        self._become(fitted, layout, n_samples=len(rows.input), floor=floor)
-        self.warnings_ = tuple(self._fit_warnings(of_fit))
+        # In another thread the setting would race with those of other fits.
+        is_small = rows.input.numel() <= _FEW_LOGITS and threading.current_thread() is threading.main_thread()
+        with one_thread() if is_small else contextlib.nullcontext():
+            fitted = self._fit(of_fit)
+            layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense)
+            self._become(fitted, layout, n_samples=len(rows.input), floor=floor)
+            self.warnings_ = tuple(self._fit_warnings(of_fit))
         return rows
 
     def as_module(self) -> torch.nn.Module:

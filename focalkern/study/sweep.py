@@ -1,11 +1,10 @@
 """The same comparison for many networks, resumable, on any executor."""
 
-import contextlib
 import importlib.util
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from focalkern._atomic import write_atomically, write_together
 from focalkern._checks import flag, integer, one_of, path_text, short
+from focalkern._devices import one_thread
 from focalkern._progress import ProgressBar
 from focalkern._types import PROPER, Proper
 from focalkern._version import __version__
@@ -307,24 +307,13 @@ def _in_folder(folder: str | None, name: str) -> str:
     return name if folder is None or is_url(name) else os.path.join(folder, name)
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Context with one thread: a network is too small for several threads, and their sums would round differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception], str]) -> dict[str, Any]:
     """The record of one file, with its result or its error."""
     record = {"path": name, "error": None, "criterion": settings["criterion"]}
     reader = {key: value for key, value in settings.items() if key not in _NO_READER}
     study_options = {key: settings[key] for key in _STUDY}
     try:
-        with _one_thread():
+        with one_thread():  # with several, some sums would round differently
             validation, test, split = _halves(read_sets(name, **reader), settings["seed"])
             study = run_study(validation, test, resamples=0, brief=True, paper=settings["all"], **study_options)
     except Exception as error:  # an error in one file must not stop the others
