@@ -1,7 +1,10 @@
 """The complete comparison with rows of several processes, on the engines that start them."""
 
 import contextlib
+import functools
+import os
 import socket
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -14,6 +17,7 @@ from focalkern.study import Processes, share_rows
 
 needs_distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 CANDIDATES = ("none", "temperature", "spline")
+GRID = ((0.0, 1.0), (0.8, 1.0, 1.5))  # gammas and temperatures
 
 
 def rows(n, seed):
@@ -80,6 +84,34 @@ def test_dask_workers_find_what_one_process_finds(tmp_path):
         ]
         found = client.gather(tasks)[0]
     same(found, one_process())
+
+
+@needs_distributed
+@pytest.mark.filterwarnings("ignore")
+def test_ray_tasks_find_what_one_process_finds(monkeypatch):
+    """The grid alone, as one map over a data set of Ray, and the comparison, in two tasks at the same time."""
+    ray = peer("ray")
+    data = peer("ray.data")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the workers import this file
+    data.DataContext.get_current().enable_progress_bars = False
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        place, of_task = address(), ray.remote(num_cpus=1)(compared)
+        found = ray.get([of_task.remote(part, rank, 2, place) for rank, part in enumerate(partitions())])[0]
+        items = [{"logits": val[0].numpy(), "labels": val[1].numpy()} for val, _ in partitions()]
+        states = [row["state"] for row in data.from_items(items).map(with_state).iter_rows()]
+    finally:
+        ray.shutdown()
+    same(found, one_process())
+    whole = fk.CalibrationGridState(*GRID).update(*map(torch.cat, zip(*(val for val, _ in partitions()), strict=True)))
+    grid, expected = functools.reduce(lambda one, other: one.merge(other), states).compute(), whole.compute()
+    for name, table in expected.tables.items():
+        torch.testing.assert_close(grid.tables[name], table, rtol=0, atol=1e-12)
+
+
+def with_state(row):
+    state = fk.CalibrationGridState(*GRID).update(torch.as_tensor(row["logits"]), torch.as_tensor(row["labels"]))
+    return {"state": state}
 
 
 def test_one_process_is_the_streamed_comparison(tmp_path, monkeypatch):
