@@ -36,7 +36,9 @@ CPU = (
     "cpu/sigmoid_loss.cpp",
 )
 CUDA = tuple(
-    f"cuda/{path.name}" for op in ("focal_loss", "row_loss", "sigmoid_loss") for path in sources(f"cuda/{op}*.cu")
+    f"cuda/{path.name}"
+    for op in ("focal_loss", "row_loss", "row_statistics", "sigmoid_loss")
+    for path in sources(f"cuda/{op}*.cu")
 )
 
 

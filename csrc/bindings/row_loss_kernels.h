@@ -57,17 +57,8 @@ struct Cpu {
       at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t row = i * chunk_rows, end_row = std::min(args.rows, row + chunk_rows);
-          if constexpr (kHasStatistics<Loss>) {
-            if (of_rows && options.label_smoothing == 0) {
-              chunks[i] = cpu::row_loss_with_statistics<Loss>(args, *of_rows, row, end_row);
-              continue;
-            }
-          }
-          if (of_rows) {  // the loss then reads the chunk from the cache
-            const Rows<Scalar> rows{args.rows, args.classes, args.logits, args.layout};
-            cpu::row_statistics(rows, args.labels, args.ignore_index, *of_rows, row, end_row);
-          }
-          chunks[i] = cpu::row_loss_forward<Loss>(args, row, end_row);
+          chunks[i] = of_rows ? row_loss_and_statistics<Loss>(args, *of_rows, row, end_row)
+                              : cpu::row_loss_forward<Loss>(args, row, end_row);
         }
       });
     });

@@ -47,6 +47,19 @@ RowStatisticsResult<Real> row_statistics_result(const Tensor& log_p, const Tenso
   return result;
 }
 
+// The loss of a chunk of rows with labels, and their statistics.
+template <typename Loss, typename Scalar>
+RowLossSums row_loss_and_statistics(const RowLossForward<Scalar>& args,
+                                    const RowStatisticsResult<compute_t<Scalar>>& statistics, int64_t row_begin,
+                                    int64_t row_end) {
+  if constexpr (kHasStatistics<Loss>) {
+    if (args.label_smoothing == 0) return cpu::row_loss_with_statistics<Loss>(args, statistics, row_begin, row_end);
+  }
+  const Rows<Scalar> rows{args.rows, args.classes, args.logits, args.layout};
+  cpu::row_statistics(rows, args.labels, args.ignore_index, statistics, row_begin, row_end);
+  return cpu::row_loss_forward<Loss>(args, row_begin, row_end);  // reads the chunk from the cache
+}
+
 // Fills tensors [N]: log p, entropy and log-sum-exp in the type of the computation; the predicted class; whether it is
 // correct; and whether the row counts. target [N] is contiguous.
 template <typename Torch>

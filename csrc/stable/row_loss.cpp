@@ -1,7 +1,8 @@
 // The losses of rows: from checked tensors to the kernels of csrc/cpu and csrc/cuda.
 //
-//   row_loss_forward_out   fills saved and loss; returns the first row whose label is out of range, or -1
-//   row_loss_backward_out  fills the gradient tensors passed in
+//   row_loss_forward_out          fills saved and loss; returns the first row whose label is out of range, or -1
+//   row_loss_with_statistics_out  also fills the statistics of the rows, from the same read of the logits
+//   row_loss_backward_out         fills the gradient tensors passed in
 //
 // gamma is contiguous in the type of the computation, or none for the number gamma_value; so are edges and weight.
 // Labels are contiguous, class probabilities in the type of the computation.
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "bindings/row_layout.h"
+#include "bindings/row_sums_run.h"
 #include "kernels/row_loss.h"
 #include "math/row_losses.h"
 #include "stable/common.h"
@@ -104,14 +106,20 @@ struct Prepared {
   RowLossArgs<Scalar> args{};
 };
 
+// Of the rows, or nothing.
+template <typename Scalar>
+using Statistics = std::optional<RowStatisticsResult<compute_t<Scalar>>>;
+
 // Returns the first invalid row, or -1.
 template <typename Loss, typename Scalar>
-int64_t run_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* reduced) {
+int64_t run_forward(const RowLossForward<Scalar>& args, const Statistics<Scalar>& statistics, bool mean,
+                    compute_t<Scalar>* reduced) {
   using Real = compute_t<Scalar>;
   const int64_t chunk_rows = cpu::row_loss_chunk_rows(args.rows, args.classes);
   std::vector<RowLossSums> chunks((args.rows + chunk_rows - 1) / chunk_rows);
   for_each_chunk(args.rows, chunk_rows, [&](int64_t i, int64_t begin, int64_t end) {
-    chunks[i] = cpu::row_loss_forward<Loss>(args, begin, end);
+    chunks[i] = statistics ? bindings::row_loss_and_statistics<Loss>(args, *statistics, begin, end)
+                           : cpu::row_loss_forward<Loss>(args, begin, end);
   });
   double total = 0, divisor = 0;
   for (const auto& chunk : chunks) {
@@ -127,21 +135,27 @@ int64_t run_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Sca
 
 #ifdef FOCALKERN_WITH_CUDA
 template <typename Loss, typename Scalar>
-void launch_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* reduced, const Tensor& input) {
+void launch_forward(const RowLossForward<Scalar>& args, const Statistics<Scalar>& statistics, bool mean,
+                    compute_t<Scalar>* reduced, const Tensor& input) {
   const CudaScope device(input);
   const int64_t bytes = cuda::focal_loss_workspace(args.rows, args.classes, reduced != nullptr);
   Tensor workspace;
   if (bytes > 0) workspace = torch::stable::new_empty(input, {bytes}, ScalarType::Byte);
+  void* const scratch = bytes > 0 ? workspace.mutable_data_ptr() : nullptr;
+  auto* const divisor = args.saved + kSavedNumbers<Loss> * args.rows;
   CudaScope::check("focal_loss",
-                   cuda::row_loss_forward<Loss>(args, mean, reduced, args.saved + kSavedNumbers<Loss> * args.rows,
-                                                bytes > 0 ? workspace.mutable_data_ptr() : nullptr, device.stream()));
+                   statistics ? cuda::row_loss_with_statistics<Loss>(args, *statistics, mean, reduced, divisor, scratch,
+                                                                     device.stream())
+                              : cuda::row_loss_forward<Loss>(args, mean, reduced, divisor, scratch, device.stream()));
 }
 #endif
 
+// With the six tensors of bindings/row_sums_run.h, or without tensors.
+template <typename... OfRows>
 int64_t forward(const Tensor& input, const Tensor& target, const OptionalTensor& gamma, const OptionalTensor& edges,
                 const OptionalTensor& weight, const Tensor& saved, const Tensor& loss, double gamma_value,
                 int64_t ignore_index, double label_smoothing, bool detach_modulation, int64_t kind, double epsilon,
-                bool reduce, bool mean) {
+                bool reduce, bool mean, const OfRows&... of_rows) {
   const Inputs inputs{
       input, target, gamma, edges, weight, gamma_value, ignore_index, label_smoothing, detach_modulation, epsilon};
   int64_t invalid = -1;
@@ -151,12 +165,14 @@ int64_t forward(const Tensor& input, const Tensor& target, const OptionalTensor&
     const Prepared<Scalar> prepared(inputs, saved);
     Real* const result = static_cast<Real*>(loss.mutable_data_ptr());
     const RowLossForward<Scalar> args{prepared.args, reduce ? nullptr : result};
+    Statistics<Scalar> statistics;
+    if constexpr (sizeof...(of_rows) > 0) statistics = bindings::row_statistics_result<Real>(of_rows...);
     dispatch_loss(kind, [&](auto formula) {
       using Loss = decltype(formula);
 #ifdef FOCALKERN_WITH_CUDA
-      if (input.is_cuda()) return launch_forward<Loss>(args, mean, reduce ? result : nullptr, input);
+      if (input.is_cuda()) return launch_forward<Loss>(args, statistics, mean, reduce ? result : nullptr, input);
 #endif
-      invalid = run_forward<Loss>(args, mean, reduce ? result : nullptr);
+      invalid = run_forward<Loss>(args, statistics, mean, reduce ? result : nullptr);
     });
   });
   return invalid;
@@ -213,11 +229,19 @@ void backward(const Tensor& grad, const Tensor& input, const Tensor& target, con
   });
 }
 
+constexpr auto* forward_alone = &forward<>;
+constexpr auto* forward_with_statistics = &forward<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+#define FK_FORWARD_ARGUMENTS                                                                                           \
+  "(Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, Tensor(a!) saved, Tensor(b!) loss, "    \
+  "float gamma_value, int ignore_index, float label_smoothing, bool detach_modulation, int kind, float epsilon, bool " \
+  "reduce, bool mean"
+
 FK_KERNELS_FRAGMENT(m) {
-  m.def(
-      "row_loss_forward_out(Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, Tensor(a!) "
-      "saved, Tensor(b!) loss, float gamma_value, int ignore_index, float label_smoothing, bool detach_modulation, int "
-      "kind, float epsilon, bool reduce, bool mean) -> int");
+  m.def("row_loss_forward_out" FK_FORWARD_ARGUMENTS ") -> int");
+  m.def("row_loss_with_statistics_out" FK_FORWARD_ARGUMENTS
+        ", Tensor(c!) log_p, Tensor(d!) entropy, Tensor(e!) lse, Tensor(f!) predicted, Tensor(g!) correct, Tensor(h!) "
+        "counts) -> int");
   m.def(
       "row_loss_backward_out(Tensor grad, Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, "
       "Tensor saved, Tensor(a!)? grad_input, Tensor(b!)? grad_target, Tensor(c!)? grad_gamma, float gamma_value, int "
@@ -225,7 +249,8 @@ FK_KERNELS_FRAGMENT(m) {
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("row_loss_forward_out", TORCH_BOX(&forward));
+  m.impl("row_loss_forward_out", TORCH_BOX(forward_alone));
+  m.impl("row_loss_with_statistics_out", TORCH_BOX(forward_with_statistics));
   m.impl("row_loss_backward_out", TORCH_BOX(&backward));
 }
 

@@ -1,7 +1,7 @@
 """focal_loss with z_loss or return_stats on one process.
 
-The forward pass of labels gives the statistics too. Plain torch, compiled graphs and the stable module take one more
-read of the logits for them (:mod:`focalkern.ops.row_sums`). The kernels of the loss compute the z-loss, too
+The forward pass of labels by kernels gives the statistics too. Plain torch takes one more read of the logits for them
+(:mod:`focalkern.ops.row_sums`). The kernels of the loss compute the z-loss, too
 (:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the loss over ranks, with
 one process as the only rank, and other z-losses are added to the loss of the kernel or of plain torch; torch.func,
 forward-mode derivatives and devices without float64 take this sum in torch operations.
@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focalkern._checks import reduction_code
 from focalkern._devices import has_float64
 from focalkern._types import PLAIN_TENSORS, REDUCTIONS
 from focalkern.fallback.focal_loss import check_arguments, check_range
 from focalkern.gamma import GammaTable
-from focalkern.ops._backend import backend_for
+from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._collectives import ALONE
 from focalkern.ops._loss_stats import LossWithStats, stats_of
 from focalkern.ops._row_kernels import adds_z_loss
-from focalkern.ops._row_loss import check_tensor, check_types, needs_float64, row_loss
+from focalkern.ops._row_loss import check_tensor, check_types, finite_number, needs_float64, row_loss
 from focalkern.ops._z_loss import loss_plus_z_loss, loss_with_z_loss
 from focalkern.ops.focal_loss_vocab_parallel import loss_of_slices, refuse_stats_of_probabilities
 from focalkern.ops.row_sums import Statistics, statistics_of_input
@@ -55,10 +56,10 @@ def loss_with_extras(
         if found is not None:
             return found
     of_rows = None
-    if not z_loss:
+    if not z_loss and (apart or not has_kernels(input)):
         loss = row_loss(op, kind, input, target, gamma, 0.0, *arguments)
     else:
-        loss, of_rows = _with_z_loss(op, kind, input, target, gamma, *arguments, z_loss, return_stats, apart)
+        loss, of_rows = _with_extras(op, kind, input, target, gamma, *arguments, z_loss, return_stats, apart)
     if not return_stats:
         return loss
     if transformed:
@@ -98,7 +99,7 @@ def _in_one_read(
     return None if found is None else LossWithStats(found[0], stats_of(found[2], target.shape))
 
 
-def _with_z_loss(
+def _with_extras(
     op: str,
     kind: int,
     input: Tensor,
@@ -114,11 +115,14 @@ def _with_z_loss(
     apart: bool,
 ) -> tuple[Any, Statistics | None]:
     """The loss, and the statistics where its kernel gives them, too."""
+    reduction_code(op, reduction)
     check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
+    if not isinstance(gamma, Tensor | GammaTable):
+        gamma = finite_number(op, "gamma", gamma)
     edges, values = (gamma.edges, gamma.gammas) if isinstance(gamma, GammaTable) else (None, gamma)
     check_arguments(op, input, target, values, edges, weight, ignore_index, label_smoothing)
     arguments = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
-    if not apart and adds_z_loss(kind, input, target, label_smoothing):
+    if not z_loss or (not apart and adds_z_loss(kind, input, target, label_smoothing)):
         try:
             return loss_with_z_loss(op, kind, input, target, gamma, *arguments, z_loss, return_stats)
         except IndexError:  # the kernel checks the labels, but names its own loss

@@ -117,27 +117,57 @@ def forward_with_extras(
     logits, target = block.logits, block.target
     soft = target.is_floating_point() or settings.label_smoothing > 0
     is_plain = type(logits) in PLAIN_TENSORS and not torch.compiler.is_compiling()
-    backend: Any = backend_for(logits) if is_plain and (logits.is_cpu or logits.is_cuda) else fallback
-    together, found = getattr(backend, "row_loss_with_statistics", None), None
-    needs_rows = return_stats or (z_loss != 0 and soft and not logits.is_cpu)
-    if needs_rows and together is not None:
-        found = together(*block, reduction, *settings[:3], settings.kind, True)
     of_rows: tuple[Tensor, ...] = ()
-    if found is not None:
-        loss, saved, of_rows = found
+    if return_stats or (z_loss != 0 and soft and not logits.is_cpu):
+        together = _loss_and_statistics if is_plain else torch.ops.focalkern.row_loss_with_statistics
+        loss, saved, *rest = together(*block, reduction, *settings[:3], settings.kind)
+        of_rows = tuple(rest)
     else:
         loss, saved = torch.ops.focalkern.focal_loss_forward(*block, reduction, *settings)
-        if needs_rows:
-            of_rows = statistics_of_input(logits, target, settings.ignore_index)
     if not z_loss:
         return loss, Saved(saved), of_rows
     arguments = (loss, saved, logits, target, block.weight, settings.ignore_index, soft, reduction, z_loss)
     if logits.is_cpu:
+        backend: Any = backend_for(logits) if is_plain else fallback
         loss, edited = backend.z_loss(*arguments)
     else:
         loss, edited = fallback.z_loss(*arguments, of_rows[2] if soft else None)
     # On the CPU the derivative in gamma of labels without smoothing needs the numbers of the row loss.
     return loss, Saved(edited, saved if logits.is_cpu and not soft else None), of_rows if return_stats else ()
+
+
+def _loss_and_statistics(
+    input: Tensor,
+    target: Tensor,
+    gamma: Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+    kind: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The loss in the dtype of the computation, its saved numbers, and the statistics of the rows, by the kernels: for
+    labels from one read of the logits."""
+    tensors, options = (input, target, gamma, edges, weight), (reduction, ignore_index, label_smoothing)
+    backend: Any = backend_for(input)
+    found = backend.row_loss_with_statistics(*tensors, *options, detach_modulation, kind, True)
+    if found is not None:
+        return (*found[:2], *found[2])
+    loss, saved = torch.ops.focalkern.focal_loss_forward(*tensors, *options, detach_modulation, True, kind)
+    return loss, saved, *statistics_of_input(input, target, ignore_index)
+
+
+def _empty_loss_and_statistics(input: Tensor, target: Tensor, *given: Any) -> Any:
+    *arguments, kind = given
+    loss, saved = torch.ops.focalkern.focal_loss_forward(input, target, *arguments, True, kind)
+    return loss, saved, *statistics_of_input(input, target, -100)
+
+
+# A compiled graph holds this operator. The caller has its derivatives.
+_operator = torch.library.custom_op("focalkern::row_loss_with_statistics", _loss_and_statistics, mutates_args=())
+_operator.register_fake(_empty_loss_and_statistics)
 
 
 def losses_with_extras(

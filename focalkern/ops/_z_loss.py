@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, REDUCTIONS
+from focalkern._types import HALVES, REDUCTIONS, compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.ops._row_kernels import Block, Settings, forward_with_extras
 from focalkern.ops._row_loss import needs_float64, row_loss
@@ -46,9 +46,8 @@ def loss_with_z_loss(
 ) -> tuple[Tensor, Statistics | None]:
     """The row loss number ``kind`` plus the z-loss, of arguments that are checked; with ``return_stats`` also the
     statistics of the rows, where the forward pass gives them."""
-    dtype = loss_dtype(input, target)
+    dtype, real = loss_dtype(input, target), compute_dtype(input.dtype)
     if dtype == torch.float64 or needs_float64(input, target, label_smoothing):
-        return_stats = return_stats and input.dtype == torch.float64
         input = input.double()
     edges = None
     if isinstance(gamma, GammaTable):
@@ -61,7 +60,8 @@ def loss_with_z_loss(
     found = _LossWithZLoss.apply(input, target, gamma, edges, weight, *options, return_stats)  # type: ignore[no-untyped-call]
     if isinstance(found, Tensor):
         return found.to(dtype), None
-    return found[0].to(dtype), found[1:]
+    log_p, entropy, lse = (values.to(real) for values in found[1:4])
+    return found[0].to(dtype), (log_p, entropy, lse, *found[4:])
 
 
 class _LossWithZLoss(torch.autograd.Function):

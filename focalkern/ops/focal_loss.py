@@ -141,14 +141,13 @@ def focal_loss(
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
             2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). The mean weights it as the
             loss of its row; for an ignored row it is 0. On the CPU and CUDA the passes of the loss compute it, and it
-            adds a few operations per row; on CUDA class probabilities take one more read, forward, as does smoothing
-            in compiled graphs. On other devices, and on the CPU for labels with ``modulation``, operations for slices
-            of the classes compute both terms in one pass over the logits, forward and backward; for smoothing and class
-            probabilities on other devices, and under torch.func, the z-loss takes one more pass each.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. In eager calls of the compiled module
-            the forward pass computes both without another read of the logits. Compiled graphs, the stable module and
-            plain torch read them once more for the statistics. On other devices torch operations compute both in
-            blocks.
+            adds a few operations per row; on CUDA class probabilities take one more read, forward. On other devices,
+            and on the CPU for labels with ``modulation``, operations for slices of the classes compute both terms in
+            one pass over the logits, forward and backward; for smoothing and class probabilities on other devices, and
+            under torch.func, the z-loss takes one more pass each.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. The kernels compute loss and
+            statistics from one read of the logits, also in compiled graphs. Plain torch reads them once more for the
+            statistics. On other devices torch operations compute both in blocks.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under

@@ -172,8 +172,8 @@ def linear_focal_loss(
             of the label. It takes no matrix product and, with kernels, no further read of the logits. Exceptions:
             class probabilities take another read on CUDA; torch operations add the z-loss of labels with
             ``modulation`` and without smoothing on the CPU, and every z-loss in plain torch.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. The compiled module computes loss and
-            statistics without another read of the logits; elsewhere they take one.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. The kernels compute loss and
+            statistics without another read of the logits; plain torch takes one.
 
     Returns:
         The loss, scalar or of the leading shape of ``input``, in the dtype of ``focal_loss(F.linear(...))``: the dtype

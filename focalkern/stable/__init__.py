@@ -11,7 +11,7 @@ from focalkern.stable.calibration_grid import CalibrationGridRun, calibration_gr
 from focalkern.stable.calibration_map import calibration_map, calibration_map_scalar
 from focalkern.stable.map_nll_sums import map_nll_sums
 from focalkern.stable.mmce_loss import mmce_loss
-from focalkern.stable.row_loss import focal_loss, row_loss
+from focalkern.stable.row_loss import focal_loss, row_loss, row_loss_with_statistics
 from focalkern.stable.row_sums import row_statistics, row_sums
 from focalkern.stable.sigmoid_loss import sigmoid_loss
 from focalkern.stable.spline_map import spline_map
@@ -40,6 +40,7 @@ __all__ = [
     "map_nll_sums",
     "mmce_loss",
     "row_loss",
+    "row_loss_with_statistics",
     "row_losses",
     "row_statistics",
     "row_sums",

@@ -17,6 +17,7 @@ __all__ = [
     "is_dense",
     "is_transformed",
     "needs_composite",
+    "needs_dispatcher",
     "parameter",
     "reduced",
     "register",
@@ -40,29 +41,31 @@ class Operator(NamedTuple):
     composite: Callable[..., Tensor]  # the definition in torch operations, for transforms and double backward
     n_saved: int = 1
     n_forward_only: int = 0  # the last options, which only forward takes
+    returns_all: bool = False  # whether `apply` returns everything of forward, not the result alone
 
 
-def apply(operator: Operator, inputs: Any, options: Any) -> Tensor:
+def apply(operator: Operator, inputs: Any, options: Any) -> Any:
     """Calls the operator. Plain tensors bypass the dispatcher, which takes longer than a small batch."""
     input = inputs[0]
     if needs_composite(inputs):
         # Not through the dispatcher: vmap of torch 2.15 would run the operator once per element there.
         return operator.composite(*_tensors(inputs), *options[: len(options) - operator.n_forward_only])
-    if type(input) not in PLAIN_TENSORS or input.is_meta or torch._C._len_torch_dispatch_stack() > 0:
+    if needs_dispatcher(input):
         found = _registered(operator, "forward")(*_tensors(inputs), *options)
         return found[0] if operator.n_saved else found
     operator.check(inputs, options)
     if torch.is_grad_enabled():
         variables = inputs[: len(operator.differentiable(inputs, options))]
-        result: Tensor = _Eager.apply(operator, inputs, options, *variables)  # type: ignore[no-untyped-call]
-        return result
-    return operator.forward(inputs, options)[0]
+        return _Eager.apply(operator, inputs, options, *variables)  # type: ignore[no-untyped-call]
+    found = operator.forward(inputs, options)
+    return found if operator.returns_all else found[0]
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, inputs: Any, options: Any, *_variables: Any) -> Any:
-        result, *saved = operator.forward(inputs, options)
+        found = operator.forward(inputs, options)
+        saved = found[1 : 1 + operator.n_saved]
         are_tensors = [isinstance(value, Tensor) for value in inputs]
         ctx.save_for_backward(
             *[value if is_one else None for value, is_one in zip(inputs, are_tensors, strict=True)], *saved
@@ -70,10 +73,13 @@ class _Eager(torch.autograd.Function):
         numbers = [None if is_one else value for value, is_one in zip(inputs, are_tensors, strict=True)]
         ctx.call = operator, numbers, options
         ctx.set_materialize_grads(False)
-        return result
+        if not operator.returns_all:
+            return found[0]
+        ctx.mark_non_differentiable(*found[1:])
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_of_others: None) -> tuple[Any, ...]:
         operator, numbers, options = ctx.call
         kept = ctx.saved_tensors
         inputs = operator.inputs(*[n if t is None else t for t, n in zip(kept, numbers, strict=False)])
@@ -140,6 +146,11 @@ def register(library: torch.library.Library, operator: Operator, keys: Sequence[
     torch.library.register_fake(names[0], forward_shapes, lib=library)
     torch.library.register_fake(names[1], backward_shapes, lib=library)
     torch.library.register_autograd(names[0], derivative, setup_context=keep, lib=library)
+
+
+def needs_dispatcher(input: Tensor) -> bool:
+    """Whether the input is no plain tensor with memory, or a mode sees every operator."""
+    return type(input) not in PLAIN_TENSORS or input.is_meta or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_transformed(grad: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """The losses of rows on the kernels of the stable module."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,14 +9,22 @@ import torch
 from torch import Tensor
 
 from focalkern._types import compute_dtype
-from focalkern.fallback._checks import check_same_device, values_may_be_read
+from focalkern.fallback._checks import autocasts, check_same_device, values_may_be_read
 from focalkern.fallback.focal_loss import check_range, host_numbers, promoted
 from focalkern.fallback.row_loss import check_operator, focal_loss_composite
 from focalkern.fallback.row_loss import row_loss as plain_row_loss
 from focalkern.reference._softmax_losses import number_of, row_loss_of
-from focalkern.stable._autograd import Operator, apply, parameter, reduced
+from focalkern.stable._autograd import Operator, apply, needs_composite, needs_dispatcher, parameter, reduced
 
-__all__ = ["OPERATOR", "SAVED_NUMBERS", "focal_loss", "of_labels", "row_loss"]
+__all__ = [
+    "OPERATOR",
+    "SAVED_NUMBERS",
+    "empty_statistics",
+    "focal_loss",
+    "of_labels",
+    "row_loss",
+    "row_loss_with_statistics",
+]
 
 _NONE, _MEAN = 0, 1
 SAVED_NUMBERS: dict[str, int] = {}  # per row, by the name of the loss; the stable module says them
@@ -50,6 +59,30 @@ def row_loss(
     input, dtype = promoted(input, target)
     inputs = _Inputs(input, target, gamma, edges, weight)
     return apply(OPERATOR, inputs, _Options(*options, dtype == torch.float32 != input.dtype, kind, epsilon))
+
+
+def row_loss_with_statistics(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+    kind: int,
+    float32_loss: bool,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
+    """As the compiled module's row_loss_with_statistics."""
+    ignore_index, label_smoothing = host_numbers(row_loss_of(kind).name, weight, ignore_index, label_smoothing)
+    inputs = _Inputs(input, target, gamma, edges, weight)
+    if target.is_floating_point() or needs_composite(inputs) or needs_dispatcher(input):
+        return None
+    is_wide = float32_loss or autocasts(input)
+    options = _Options(reduction, ignore_index, label_smoothing, detach_modulation, is_wide, kind)
+    loss, saved, *of_rows = apply(_WITH_STATISTICS, inputs, options)
+    return loss, saved, tuple(of_rows)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -123,7 +156,14 @@ def _results(inputs: _Inputs, options: _Options, dtype: torch.dtype) -> tuple[Te
     return loss, torch.empty(n_saved, dtype=compute_dtype(input.dtype), device=device)
 
 
-def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
+def empty_statistics(input: Tensor, rows: int) -> tuple[Tensor, ...]:
+    """Uninitialised results of row_statistics."""
+    real = compute_dtype(input.dtype)
+    dtypes = (real, real, real, torch.int64, torch.bool, torch.bool)
+    return tuple(input.new_empty(rows, dtype=dtype) for dtype in dtypes)
+
+
+def _forward(inputs: _Inputs, options: _Options, with_statistics: bool = False) -> tuple[Tensor, ...]:
     input, target = inputs.input, inputs.target
     reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon = options
     if not input.is_cpu and values_may_be_read(target):
@@ -133,9 +173,11 @@ def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
     tensors, number = _prepared(inputs)
     settings = (ignore_index, label_smoothing, detach_modulation, kind, epsilon)
     reduce = (reduction != _NONE, reduction == _MEAN)
-    if _kernels.row_loss_forward_out(*tensors, saved, loss, number, *settings, *reduce) >= 0:
+    statistics = empty_statistics(input, target.numel()) if with_statistics else ()
+    run = _kernels.row_loss_with_statistics_out if with_statistics else _kernels.row_loss_forward_out
+    if run(*tensors, saved, loss, number, *settings, *reduce, *statistics) >= 0:
         check_range(row_loss_of(kind).name, target, input.shape[_class_dim(input)], ignore_index)
-    return loss if float32_loss or real == input.dtype else loss.to(input.dtype), saved
+    return loss if float32_loss or real == input.dtype else loss.to(input.dtype), saved, *statistics
 
 
 def _forward_shapes(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
@@ -215,3 +257,4 @@ OPERATOR = Operator(
     _differentiable,
     focal_loss_composite,
 )
+_WITH_STATISTICS = OPERATOR._replace(forward=functools.partial(_forward, with_statistics=True), returns_all=True)

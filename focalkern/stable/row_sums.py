@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from focalkern._types import LABELS, compute_dtype
+from focalkern._types import LABELS
 from focalkern.fallback._checks import check_floating, scalar_name
+from focalkern.stable.row_loss import empty_statistics
 
 __all__ = ["row_statistics", "row_sums"]
 
@@ -30,13 +31,12 @@ def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
 def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, ...]:
     """As :func:`focalkern.fallback.row_statistics`, on the CPU and CUDA."""
     rows = _checked("row_statistics", input)
-    n, real = len(rows), compute_dtype(rows.dtype)
+    n = len(rows)
     if target.device != input.device or target.dtype not in LABELS or target.shape != (n,):
         raise ValueError(
             f"row_statistics: target must be int64, int32 or uint8 labels [N] = [{n}] on {input.device}, got "
             f"{scalar_name(target.dtype)} {list(target.shape)} on {target.device}"
         )
-    dtypes = (real, real, real, torch.int64, torch.bool, torch.bool)
-    results = tuple(rows.new_empty(n, dtype=dtype) for dtype in dtypes)
+    results = empty_statistics(rows, n)
     torch.ops.focalkern_stable.row_statistics_out(rows, target.contiguous(), ignore_index, *results)
     return results

@@ -362,6 +362,8 @@ def test_modules():
         ({"z_loss": math.nan}, ValueError, "z_loss must be"),
         ({"z_loss": "1"}, TypeError, "z_loss must be a number"),
         ({"return_stats": 2}, TypeError, "return_stats must be"),
+        ({"z_loss": 0.1, "reduction": "average"}, ValueError, "reduction must be"),
+        ({"z_loss": 0.1, "gamma": "2"}, TypeError, "gamma must be"),
     ],
     ids=str,
 )

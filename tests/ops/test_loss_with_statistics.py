@@ -3,9 +3,12 @@
 import math
 import sys
 
+import focal_cases
 import pytest
 import torch
 from conftest import assert_close
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import focalkern as fk
 from focalkern import fallback
@@ -13,6 +16,8 @@ from focalkern.ops import _loss_extras, _row_kernels, _vocab_soft
 from focalkern.ops._backend import backend_for
 from focalkern.ops._collectives import ALONE
 from focalkern.ops.row_sums import row_sums
+
+dynamo = focal_cases.dynamo  # fixture
 
 TABLE = fk.GammaTable([0.0, 0.3, 1.0], [3.0, -1.0])
 # The factor: a square, a power, its inverse, per row, from a table; of another loss; detached.
@@ -25,6 +30,7 @@ OPTIONS = [
     {"gamma": 1.0, "modulation": "confidence", "reduction": "none"},
     {"gamma": 2.0, "detach_modulation": True},
     {"gamma": 2.0, "label_smoothing": 0.1},
+    {"gamma": 2.0, "label_smoothing": 0.6},  # float32 logits are computed in float64
     {"gamma": TABLE, "label_smoothing": 0.1, "reduction": "none"},
     {"gamma": 2.0, "z_loss": 0.1},
     {"gamma": "rows", "z_loss": 0.1, "label_smoothing": 0.1, "reduction": "none"},
@@ -108,6 +114,52 @@ def test_pixels_in_one_read(layout, dtype, smoothing, z_loss, device, monkeypatc
         assert_close(found, number)
     for found, number in ((stats.predicted, predicted), (stats.correct, correct), (stats.counts, counts)):
         assert torch.equal(found, number)
+
+
+@pytest.mark.kernels("stable")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
+@pytest.mark.parametrize("options", OPTIONS[:10], ids=lambda options: "-".join(options) + f"-{options['gamma']}"[:6])
+def test_a_graph_has_one_operator_for_both(options, dynamo):
+    options = dict(options)
+    z, target = (4 * torch.randn(70, 5)).requires_grad_(), torch.randint(5, (70,))
+    target[:3] = options.get("ignore_index", -100)
+    if "weight" in options:
+        options["weight"] = options["weight"][:5]
+    inputs = [z]
+    if options["gamma"] == "rows":
+        options["gamma"] = torch.linspace(-1, 3, 70).requires_grad_()
+        inputs.append(options["gamma"])
+    operators = []
+
+    def keep(graph, _inputs):
+        operators.extend(str(node.target) for node in graph.graph.nodes if "focalkern" in str(node.target))
+        return make_boxed_func(graph)
+
+    def loss(z):
+        return fk.focal_loss(z, target, return_stats=True, **options)
+
+    results = []
+    for function in (torch.compile(loss, fullgraph=True, backend=aot_autograd(fw_compiler=keep)), loss):
+        found = function(z)
+        upstream = torch.linspace(1, 2, found.loss.numel()).reshape(found.loss.shape)
+        results.append([found.loss.detach(), *found.stats, *torch.autograd.grad(found.loss, inputs, upstream)])
+    assert operators == [
+        "focalkern.row_loss_with_statistics.default",
+        "focalkern.focal_loss_backward.default",
+    ]
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.kernels("stable")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_the_operator(reduction, smoothing):
+    z, target, gamma = torch.randn(2, 6, 3), torch.randint(6, (2, 3)), torch.tensor(2.0, dtype=torch.float64)
+    options = (reduction, -100, smoothing, False, 0)
+    operator = torch.ops.focalkern.row_loss_with_statistics.default
+    torch.library.opcheck(operator, (z, target, gamma, None, None, *options))
+    torch.library.opcheck(operator, (z.bfloat16(), z.softmax(1), gamma, None, None, *options))  # more than one read
 
 
 def test_smoothing_over_slices_takes_the_sums_of_the_loss(monkeypatch):

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
 import focalkern as fk
 from focalkern import fallback, stable
+from focalkern.ops import _loss_extras, _row_kernels
 from focalkern.ops.calibration_grid import _CRITERIA, _ESTIMATORS
 from focalkern.reference._softmax_losses import ROW_LOSSES
 
@@ -166,8 +168,39 @@ def results_beside_another_default_device():
         return [loss, fk.fit_temperatures(logits[None], target[None])]
 
 
+def statistics():
+    """Of losses and heads, from the loss's own read of the logits."""
+    torch.manual_seed(6)
+    found = []
+    with (
+        mock.patch.multiple(_loss_extras, statistics_of_input=None),
+        mock.patch.multiple(_row_kernels, statistics_of_input=None),
+    ):
+        for shape in SHAPES:
+            for dtype in DTYPES:
+                _, z, y = labels_and_logits(shape, dtype)
+                x, w = torch.randn(y.numel(), 3).to(dtype), torch.randn(9, 3).to(dtype)
+                for options in ({"reduction": "none"}, {"label_smoothing": 0.1}, {"modulation": "confidence"}):
+                    options = {**options, "return_stats": True}
+                    z, x = z.detach().requires_grad_(), x.detach().requires_grad_()
+                    of_logits = fk.focal_loss(z, y, 1.5, **options)
+                    of_head = fk.linear_focal_loss(x, w, y.flatten() % 9, 1.5, **options)
+                    for variable, (loss, stats) in ((z, of_logits), (x, of_head)):
+                        upstream = torch.randn(loss.shape).to(loss.dtype)
+                        found += [loss.detach(), *stats, *torch.autograd.grad(loss, variable, upstream)]
+    return found
+
+
 def everything():
-    parts = (values_and_gradients, grids, spline_maps, fits, batched_gradients, results_beside_another_default_device)
+    parts = (
+        values_and_gradients,
+        grids,
+        spline_maps,
+        fits,
+        batched_gradients,
+        results_beside_another_default_device,
+        statistics,
+    )
     return [found for part in parts for found in part()]
 
 
