@@ -24,7 +24,9 @@ from focalkern.calibrators._warnings import warn
 
 __all__ = ["Calibrator", "FusedCalibrator", "load_calibrator"]
 
-_FEW_LOGITS = 2**17  # a fit to at most so many takes one thread
+# A fit to at most so many takes one thread. Its passes over the rows are short, and on a busy machine the threads of
+# OpenMP would wait for each other longer than they compute.
+_FEW_LOGITS = 2**20
 
 
 class Calibrator(Fitted):

@@ -55,7 +55,7 @@ def test_threads_fit_calibrators_of_their_own(calibrator):
     assert all(torch.equal(one, expected[k % 3]) for k, one in enumerate(found))
 
 
-@pytest.mark.parametrize(("n", "threads"), [(1000, 1), (2**17 // 4 + 1, 3)])
+@pytest.mark.parametrize(("n", "threads"), [(1000, 1), (2**20 // 4 + 1, 3)])
 def test_a_small_fit_takes_one_thread_and_gives_the_others_back(monkeypatch, n, threads):
     seen, fit = [], fk.TemperatureScaling._fit
     monkeypatch.setattr(
