@@ -56,7 +56,10 @@ def _ray(text: str, address: str) -> Iterator[Executor]:
     try:
         ray.init(None if address == "auto" else text, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"--engine {text}: expected a cluster of Ray, found: {_line(error)}") from None
+        raise InputError(
+            f"--engine {text}: expected a cluster of Ray, found: {_line(error)}; a cluster with token authentication "
+            "needs RAY_AUTH_MODE=token"
+        ) from None
     try:
         yield RayExecutor()
     finally:
