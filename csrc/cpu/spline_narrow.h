@@ -20,6 +20,7 @@ namespace {
 constexpr double kNarrowLargest = 600;    // of a score: its exponential needs no largest score
 constexpr double kNarrowSteepest = 8;     // of a score in x: the result then has an error of 2.5e-8
 constexpr double kNarrowFloor = 0x1p-24;  // smallest e: the sum without the largest class then keeps its digits
+constexpr int64_t kNarrowMixed = 128;     // classes of a row of which many vectors have a P above kSplineSmall
 constexpr int64_t kNarrowBlock = 512;     // classes of a row that stay in the first-level cache from loop to loop
 constexpr double kNarrowLowest = -1000;   // lower binary logarithms count as this
 
@@ -158,90 +159,92 @@ struct NarrowScores {
     const auto p_of = [&](const double* e, const NarrowRows<n>& row) __attribute__((always_inline)) {
       return lanes_cast<Reals>(lanes_cast<Words>(Lanes::fma(load_simd<Reals>(e), row.scale, row.floor)) & kept);
     };
-    const auto score_of = [&](const Reals& p, const Reals& x, const NarrowRows<n>& row) __attribute__((always_inline)) {
-      return Lanes::fma(x, factor, curve(narrow_log_odds<n>(p, x, row)).value);
-    };
     // Replaces the logarithms x at f by the scores, for two vectors with one test.
-    const auto write_scores = [&](const double* e, double* f, int64_t step, const NarrowRows<n>& row)
-                                  __attribute__((always_inline)) {
-                                    const Reals p[] = {load_simd<Reals>(e), load_simd<Reals>(e + step)};
-                                    const Reals x[] = {load_simd<Reals>(f), load_simd<Reals>(f + step)};
-                                    const Reals larger = Lanes::max(p[0], p[1]);
-                                    Reals value[2];
-                                    if (curve.are_on_line(larger)) {
-                                      for (int k = 0; k < 2; ++k)
-                                        value[k] = curve.on_line(narrow_log_odds_of_small<n>(p[k], x[k])).value;
-                                    } else if (curve.are_on_quarter(larger)) {
-                                      for (int k = 0; k < 2; ++k)
-                                        value[k] = curve.on_quarter(narrow_log_odds_of_small<n>(p[k], x[k])).value;
-                                    } else {
+    const auto write_two = [&](const double* e, double* f, int64_t step, const NarrowRows<n>& row)
+                               __attribute__((always_inline)) {
+                                 const Reals p[] = {load_simd<Reals>(e), load_simd<Reals>(e + step)};
+                                 const Reals x[] = {load_simd<Reals>(f), load_simd<Reals>(f + step)};
+                                 const Reals larger = Lanes::max(p[0], p[1]);
+                                 Reals value[2];
+                                 if (curve.are_on_line(larger)) {
+                                   for (int k = 0; k < 2; ++k)
+                                     value[k] = curve.on_line(narrow_log_odds_of_small<n>(p[k], x[k])).value;
+                                 } else if (curve.are_on_quarter(larger)) {
+                                   for (int k = 0; k < 2; ++k)
+                                     value[k] = curve.on_quarter(narrow_log_odds_of_small<n>(p[k], x[k])).value;
+                                 } else {
 #pragma GCC unroll 1
-                                      for (int k = 0; k < 2; ++k)
-                                        value[k] = curve(narrow_log_odds<n>(p[k], x[k], row)).value;
-                                    }
-                                    for (int k = 0; k < 2; ++k)
-                                      store_simd(Lanes::fma(x[k], factor, value[k]), f + k * step);
-                                  };
-    const auto write = [&](const Reals& score, const Reals& logits, double* to, Reals& all)
-                           __attribute__((always_inline)) {
-                             Reals found = log ? score : narrow_powers_of_two<n>(score);
-                             if constexpr (keep_zeros) found = logits == kMinusInfinity ? nothing : found;
-                             store_simd(found, to);
-                             all = log ? Lanes::max(found, all) : found + all;
-                           };
-    // Vectors that are `step` apart. AVX-512 needs few instructions per vector. Narrower vectors have three short
-    // loops, of which the processor overlaps more vectors than of one long loop.
-    const auto write_all = [&](double* e, double* f, const Logit* logits, int64_t end, int64_t step,
-                               const NarrowRows<n>& row, Reals& all) __attribute__((always_inline)) {
-      if constexpr (Lanes::kIsAvx512) {
+                                   for (int k = 0; k < 2; ++k)
+                                     value[k] = curve(narrow_log_odds<n>(p[k], x[k], row)).value;
+                                 }
+                                 for (int k = 0; k < 2; ++k)
+                                   store_simd(Lanes::fma(x[k], factor, value[k]), f + k * step);
+                               };
+    // Writes the scores of the exponentials at e to f, and overwrites e. A vector needs about a hundred cycles, and the
+    // processor overlaps more vectors of short loops than of one long loop.
+    const auto write_scores = [&](auto is_mixed, double* e, double* f, int64_t end, int64_t step,
+                                  const NarrowRows<n>& row) __attribute__((always_inline)) {
+      constexpr bool kMixed = is_mixed, kStoresOdds = kMixed || Lanes::kIsAvx512;
 #pragma GCC unroll 2
-        for (int64_t i = 0; i < end; i += step) {
-          const Reals p = p_of(e + i, row);
-          write(score_of(p, narrow_logarithms<n>(p), row), narrow_logits<n>(logits + i), f + i, all);
-        }
-      } else {
-#pragma GCC unroll 2
-        for (int64_t i = 0; i < end; i += step) {
-          const Reals p = p_of(e + i, row);
-          store_simd(p, e + i);
-          store_simd(narrow_logarithms<n>(p), f + i);
-        }
-        int64_t i = 0;
-        for (; i + step < end; i += 2 * step) write_scores(e + i, f + i, step, row);
-        if (i < end) store_simd(score_of(load_simd<Reals>(e + i), load_simd<Reals>(f + i), row), f + i);
-#pragma GCC unroll 2
-        for (int64_t i = 0; i < end; i += step) {
-          write(load_simd<Reals>(f + i), narrow_logits<n>(logits + i), f + i, all);
-        }
+      for (int64_t i = 0; i < end; i += step) {
+        const Reals p = p_of(e + i, row), x = narrow_logarithms<n>(p);
+        store_simd(x, f + i);
+        store_simd(kStoresOdds ? narrow_log_odds<n, kMixed>(p, x, row) : p, e + i);
       }
+      int64_t i = 0;
+      if constexpr (!kStoresOdds) {
+        for (; i + step < end; i += 2 * step) write_two(e + i, f + i, step, row);
+      }
+#pragma GCC unroll 2
+      for (; i < end; i += step) {
+        const auto x = load_simd<Reals>(f + i), found = load_simd<Reals>(e + i);
+        const Reals u = kStoresOdds ? found : narrow_log_odds<n>(found, x, row);
+        const auto at = kMixed && Lanes::kIsAvx512 ? curve.template at<kSplineTables>(u) : curve(u);
+        store_simd(Lanes::fma(x, factor, at.value), f + i);
+      }
+    };
+    const auto exponential_of = [&](const Reals& score, const Reals& logits) __attribute__((always_inline)) {
+      const Reals found = log ? score : narrow_powers_of_two<n>(score);
+      return keep_zeros ? logits == kMinusInfinity ? nothing : found : found;
+    };
+    const auto add = [&](const Reals& found, double* at, Reals& all) __attribute__((always_inline)) {
+      store_simd(found, at);
+      all = log ? Lanes::max(found, all) : found + all;
+    };
+    const auto write = [&](double* f, const Logit* logits, Reals& all) __attribute__((always_inline)) {
+      add(exponential_of(load_simd<Reals>(f), narrow_logits<n>(logits)), f, all);
     };
     if (t.column) {
       const int64_t end = t.classes * kSplineTileRows;
       for (int64_t r = 0; r < narrow_rows_end<n>(t); r += n) {
         const NarrowRows<n> rows{load_simd<Reals>(t.inverse + r), floor, load_simd<Reals>(t.shared + r)};
+        double* const f = t.f + r;
         Reals all = nothing;
-        write_all(t.e + r, t.f + r, z + r, end - r, kSplineTileRows, rows, all);
+        write_scores(std::true_type(), t.e + r, f, end - r, kSplineTileRows, rows);
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < end - r; i += kSplineTileRows) write(f + i, z + r + i, all);
         store_simd(all, of_rows + r);
       }
       return;
     }
+    const bool is_mixed = Lanes::kIsAvx512 && t.classes <= kNarrowMixed;
     const int64_t whole = t.classes / n * n, left = t.classes - whole;
     for (int64_t r = 0; r < t.n_rows; ++r, z += narrow_stride<Logit>(t)) {
       const NarrowRows<n> row{spread<Reals>(t.inverse[r]), floor, spread<Reals>(t.shared[r])};
       double* const e = t.e + r * t.inner;
       double* const f = t.f + r * t.inner;
       Reals all = nothing;
-      for (int64_t c = 0; c < whole; c += kNarrowBlock) {
-        write_all(e + c, f + c, z + c, std::min(kNarrowBlock, whole - c), n, row, all);
+      for (int64_t c = 0; c < t.classes; c += kNarrowBlock) {
+        const int64_t end = std::min(kNarrowBlock, t.classes - c), whole_end = std::min(c + kNarrowBlock, whole);
+        is_mixed ? write_scores(std::true_type(), e + c, f + c, end, n, row)
+                 : write_scores(std::false_type(), e + c, f + c, end, n, row);
+#pragma GCC unroll 2
+        for (int64_t i = c; i < whole_end; i += n) write(f + i, z + i, all);
       }
-      if (left > 0) {
-        const Reals p = p_of(e + whole, row);
+      if (left > 0) {  // the other lanes are padding
         const auto lane = load_simd<Words>(kFirst<uint64_t>);
-        Reals logits = narrow_logits<n>(z + whole, left), rest = nothing;
-        write(score_of(p, narrow_logarithms<n>(p), row), logits, f + whole, rest);
-        const Reals found = lane < static_cast<uint64_t>(left) ? load_simd<Reals>(f + whole) : nothing;
-        store_simd(found, f + whole);
-        all = log ? Lanes::max(found, all) : found + all;
+        const Reals found = exponential_of(load_simd<Reals>(f + whole), narrow_logits<n>(z + whole, left));
+        add(lane < static_cast<uint64_t>(left) ? found : nothing, f + whole, all);
       }
       of_rows[r] = log ? fold_lanes(all, Larger{}) : fold_lanes(all, Sum{});
     }

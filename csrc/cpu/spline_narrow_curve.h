@@ -20,6 +20,24 @@ alignas(64) constexpr double kNarrowLog[8] = {0.06062462155414807, 0.17185025716
                                               0.3629054938211174,  0.44628710263572074, 0.5232481436698231,
                                               0.594707107577045,   0.6613984820246952};
 
+// 2^(i / 16)
+alignas(64) constexpr double kNarrowRoots[16] = {1.0,
+                                                 1.0442737824274138,
+                                                 1.0905077326652577,
+                                                 1.1387886347566916,
+                                                 1.189207115002721,
+                                                 1.241857812073484,
+                                                 1.2968395546510096,
+                                                 1.3542555469368927,
+                                                 1.4142135623730951,
+                                                 1.4768261459394993,
+                                                 1.5422108254079407,
+                                                 1.6104903319492543,
+                                                 1.681792830507429,
+                                                 1.7562521603732995,
+                                                 1.8340080864093424,
+                                                 1.9152065613971474};
+
 // The polynomial with these coefficients, the highest first.
 template <int64_t n, size_t terms>
 FK_HOST_DEVICE simd_t<double, n> polynomial(const simd_t<double, n>& x, const double (&of)[terms]) {
@@ -31,18 +49,30 @@ FK_HOST_DEVICE simd_t<double, n> polynomial(const simd_t<double, n>& x, const do
   return value;
 }
 
-// 2^x, with an error of 2.6e-9, continuous where the integer part changes.
+// 2^x for |x| < 1022, with an error of 2.6e-9; exact for integers, and continuous where the parts of x change.
 template <int64_t n>
 FK_HOST_DEVICE simd_t<double, n> narrow_powers_of_two(const simd_t<double, n>& x) {
-  constexpr double kTerms[] = {0.00015376692782553098,
-                               0.0013403072036946493,
-                               0.009618374760873242,
-                               0.05550321098221978,
-                               0.24022648276742742,
-                               0.6931472092026533,
-                               1.0};
-  const auto power = DoubleLanes<n>::parts(x);
-  return DoubleLanes<n>::times_power(polynomial<n>(power.fraction, kTerms), power.whole);
+  using Lanes = DoubleLanes<n>;
+  if constexpr (Lanes::kIsAvx512) {  // x = whole + i / 16 + r with 0 <= r < 1 / 16
+    constexpr double kTerms[] = {0.05671884449536471, 0.2401806359521799, 0.6931476711053002, 1.0};
+    const auto root = Lanes::template look_up<16>(kNarrowRoots, sixteenths(x));
+    return scaled(polynomial<n>(rest_of_sixteenths(x), kTerms) * root, x);
+  } else {  // x = whole + r with |r| <= 1/2
+    using Format = detail::Format<double>;
+    using Words = typename Lanes::Words;
+    constexpr double kTerms[] = {0.00015376692782553098,
+                                 0.0013403072036946493,
+                                 0.009618374760873242,
+                                 0.05550321098221978,
+                                 0.24022648276742742,
+                                 0.6931472092026533,
+                                 1.0};
+    const auto shifted = x + Format::kRoundToInt;
+    const auto power = polynomial<n>(x - (shifted - Format::kRoundToInt), kTerms);
+    // Adds the integer to the exponent. A NaN that comes from a float stays NaN.
+    const Words exponent = lanes_cast<Words>(shifted) << Format::kMantissaBits;
+    return lanes_cast<typename Lanes::Doubles>(lanes_cast<Words>(power) + exponent);
+  }
 }
 
 // log x of a normal number, with an error of 7.9e-10, continuous where the exponent or the table's entry changes; 0
@@ -81,12 +111,14 @@ FK_HOST_DEVICE simd_t<double, n> narrow_log_odds_of_small(const simd_t<double, n
   constexpr double kTerms[] = {0.33971349436581727, 0.49995990208080004, 1.0000000370896};
   return DoubleLanes<n>::fma(polynomial<n>(p, kTerms), p, x);
 }
-template <int64_t n>
+// `is_mixed`: without the test whether all p are small. The processor often mispredicts it where some vectors have a
+// larger one.
+template <int64_t n, bool is_mixed = false>
 FK_HOST_DEVICE simd_t<double, n> narrow_log_odds(const simd_t<double, n>& p, const simd_t<double, n>& x,
                                                  const NarrowRows<n>& row) {
   using Reals = simd_t<double, n>;
   const Reals u = narrow_log_odds_of_small<n>(p, x);  // for p up to kSplineSmall, where both branches agree
-  if (!DoubleLanes<n>::any(p, spread<Reals>(kSplineSmall))) return u;
+  if (!is_mixed && !DoubleLanes<n>::any(p, spread<Reals>(kSplineSmall))) return u;
   const Reals log_complement = narrow_logarithms<n>(1 - p);
   return p > kSplineSmall ? x - (p > kSplineLarge<double> ? row.log_complement : log_complement) : u;
 }

@@ -27,8 +27,16 @@ namespace {
 #ifdef FK_HAS_AVX512_CODE
 using EightDoubles = simd_t<double, 8>;
 FK_AVX512 inline EightDoubles fused(EightDoubles x, EightDoubles y, EightDoubles z) { return _mm512_fmadd_pd(x, y, z); }
-FK_AVX512 inline EightDoubles rounded(EightDoubles x) { return _mm512_roundscale_pd(x, 0); }
+// x times 2 to the integer part of `power`.
 FK_AVX512 inline EightDoubles scaled(EightDoubles x, EightDoubles power) { return _mm512_scalef_pd(x, power); }
+// The last four bits of the first are those of floor(16 x); the second is x - floor(16 x) / 16; |x| < 2^31.
+FK_AVX512 inline simd_t<uint64_t, 8> sixteenths(EightDoubles x) {
+  constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  return lanes_cast<simd_t<uint64_t, 8>>(_mm512_add_round_pd(x, _mm512_set1_pd(0x1.8p48), kDown));
+}
+FK_AVX512 inline EightDoubles rest_of_sixteenths(EightDoubles x) {
+  return _mm512_reduce_pd(x, 4 << 4 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
 FK_AVX512 inline EightDoubles exponents(EightDoubles x) { return _mm512_getexp_pd(x); }
 FK_AVX512 inline EightDoubles mantissas(EightDoubles x) {
   return _mm512_getmant_pd(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
@@ -140,29 +148,6 @@ struct DoubleLanes {
   }
   static FK_HOST_DEVICE Doubles fma(const Doubles& x, double y, double z) {
     return fma(x, spread<Doubles>(y), spread<Doubles>(z));
-  }
-
-  // x as an integer and a fraction in [-1/2, 1/2]; |x| < 2^31.
-  struct Power {
-    Doubles fraction;
-    Words whole;  // shifted to the bits of the exponent; with AVX-512 a vector of doubles
-  };
-  static FK_HOST_DEVICE Power parts(const Doubles& x) {
-    if constexpr (kIsAvx512) {
-      const Doubles whole = rounded(x);
-      return {x - whole, lanes_cast<Words>(whole)};
-    } else {
-      const Doubles shifted = x + Format::kRoundToInt;
-      return {x - (shifted - Format::kRoundToInt), lanes_cast<Words>(shifted) << Format::kMantissaBits};
-    }
-  }
-  // x times 2 to the integer; both are normal numbers. A NaN that comes from a float stays NaN.
-  static FK_HOST_DEVICE Doubles times_power(const Doubles& x, const Words& whole) {
-    if constexpr (kIsAvx512) {
-      return scaled(x, lanes_cast<Doubles>(whole));
-    } else {
-      return lanes_cast<Doubles>(lanes_cast<Words>(x) + whole);
-    }
   }
 
   // x = 2^exponent mantissa with 1 <= mantissa < 2, for positive normal numbers.
