@@ -3,6 +3,7 @@
 #include "bindings/common.h"
 #include "bindings/map_nll_sums.h"
 #include "bindings/row_sums.h"
+#include "bindings/small_head.h"
 #include "bindings/z_loss.h"
 
 #include <ATen/autocast_mode.h>
@@ -106,5 +107,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   focalkern::bindings::register_spline(module);
   focalkern::bindings::register_map_nll_sums(module);
   focalkern::bindings::register_row_sums(module);
+  focalkern::bindings::register_small_head(module);
   focalkern::bindings::register_z_loss(module);
 }

@@ -47,20 +47,6 @@ RowStatistics checked_row_statistics(const Tensor& given, const Tensor& given_ta
   return found;
 }
 
-// Whether a label on the CPU equals `value`: linear_focal_loss asks before the product of a small batch.
-bool has_label(const Tensor& given, int64_t value) {
-  const auto type = given.scalar_type();
-  TORCH_CHECK_VALUE(given.is_cpu() && (type == at::kLong || type == at::kInt || type == at::kByte),
-                    "has_label: target must be int64, int32 or uint8 labels on the CPU, got ", type, " on ",
-                    given.device());
-  const Tensor target = given.contiguous();
-  const Labels labels = labels_of(target);
-  for (int64_t i = 0; i < target.numel(); ++i) {
-    if (labels[i] == value) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 RowStatistics empty_row_statistics(const Tensor& input, int64_t rows) {
@@ -70,7 +56,6 @@ RowStatistics empty_row_statistics(const Tensor& input, int64_t rows) {
 }
 
 void register_row_sums(pybind11::module_& module) {
-  module.def("has_label", &has_label, pybind11::call_guard<pybind11::gil_scoped_release>());
   module.def("row_sums", &checked_row_sums, pybind11::call_guard<pybind11::gil_scoped_release>());
   module.def("row_statistics", &checked_row_statistics, pybind11::call_guard<pybind11::gil_scoped_release>());
 }

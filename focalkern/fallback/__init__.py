@@ -13,7 +13,7 @@ from focalkern.fallback.calibration_map import calibration_map, calibration_map_
 from focalkern.fallback.focal_loss import focal_loss
 from focalkern.fallback.map_nll_sums import map_nll_sums
 from focalkern.fallback.row_loss import row_loss
-from focalkern.fallback.row_sums import has_label, row_statistics, row_sums
+from focalkern.fallback.row_sums import has_label, is_small_head, row_statistics, row_sums
 from focalkern.fallback.sigmoid_loss import sigmoid_loss
 from focalkern.fallback.spline_map import spline_map
 from focalkern.fallback.spline_sums import (
@@ -39,6 +39,7 @@ __all__ = [
     "empty_cache",
     "focal_loss",
     "has_label",
+    "is_small_head",
     "map_nll_sums",
     "register_composites",
     "row_loss",

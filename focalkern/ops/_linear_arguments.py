@@ -8,9 +8,9 @@ from torch import Tensor
 
 from focalkern._checks import dense, finite, flag, integer, label, number, smoothing
 from focalkern._devices import autocast_is_on
-from focalkern._types import FLOATS, HALVES, LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
+from focalkern._types import FLOATS, HALVES, LABELS, STEEPEST_INVERSE_GAMMA
 from focalkern.gamma import GammaTable
-from focalkern.ops._backend import backend_for
+from focalkern.ops._backend import backend_for, module_or_fallback
 from focalkern.ops._row_loss import warn_if_steep
 
 __all__ = [
@@ -19,8 +19,8 @@ __all__ = [
     "check_target",
     "check_tensors",
     "dtypes_of",
+    "fits_one_product",
     "gamma_of",
-    "is_ordinary",
 ]
 
 _OP = "linear_focal_loss"
@@ -28,10 +28,8 @@ _OP = "linear_focal_loss"
 # Bytes of logits up to which one matrix product and focal_loss are faster than chunks, which cost Python calls each.
 _FEW_LOGITS = 2**20
 
-_PLAIN = frozenset(PLAIN_TENSORS)
 
-
-def is_ordinary(
+def fits_one_product(
     input: object,
     linear_weight: object,
     target: object,
@@ -41,31 +39,19 @@ def is_ordinary(
     label_smoothing: object,
     detach_modulation: object,
 ) -> bool:
-    """Whether no option and no tensor needs chunks, for rows, head and labels on the CPU.
+    """Whether no option and no tensor needs chunks, for a small batch of rows and labels on the CPU.
 
     A call with another invalid argument fails in the product or in ``focal_loss``. The checks that name the argument
     take longer than a small batch.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    tensors = (input, linear_weight, target) if linear_bias is None else (input, linear_weight, target, linear_bias)
-    if not _PLAIN.issuperset(map(type, tensors)):
-        return False
-    assert isinstance(input, Tensor) and isinstance(linear_weight, Tensor) and isinstance(target, Tensor)
-    head, dtype = linear_weight.shape, input.dtype
     return (
         type(gamma) is float
         and STEEPEST_INVERSE_GAMMA <= gamma < math.inf
         and type(ignore_index) is int
         and type(label_smoothing) is float
         and type(detach_modulation) is bool
-        and input.is_cpu
-        and (dtype == torch.float64 or (dtype == torch.float32 and not torch.is_autocast_enabled("cpu")))
-        and target.dtype in LABELS
-        and input.layout is linear_weight.layout is torch.strided
-        and input.dim() == len(head) == 2
-        # F.linear would broadcast it
-        and (not isinstance(linear_bias, Tensor) or linear_bias.shape == head[:1])
+        and not torch.compiler.is_compiling()
+        and module_or_fallback().is_small_head(input, linear_weight, target, linear_bias, ignore_index, _FEW_LOGITS)
     )
 
 

@@ -18,8 +18,8 @@ from focalkern.ops._linear_arguments import (
     check_target,
     check_tensors,
     dtypes_of,
+    fits_one_product,
     gamma_of,
-    is_ordinary,
 )
 from focalkern.ops._linear_autograd import loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, is_plain, product_dtype
@@ -214,9 +214,7 @@ def linear_focal_loss(
     ):
         given: Any = (gamma, linear_bias, ignore_index, label_smoothing, detach_modulation)
         try:
-            if is_ordinary(input, linear_weight, target, *given) and are_few(
-                input, linear_weight, target, ignore_index
-            ):
+            if fits_one_product(input, linear_weight, target, *given):
                 return focal_loss(
                     F.linear(input, linear_weight, linear_bias),
                     target,

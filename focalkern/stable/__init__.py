@@ -5,7 +5,7 @@ and the shapes of fake tensors. Operators, names, arguments and errors are those
 torch's own memory: :func:`empty_cache` has nothing to free.
 """
 
-from focalkern.fallback import empty_cache, has_label, z_loss
+from focalkern.fallback import empty_cache, has_label, is_small_head, z_loss
 from focalkern.stable._library import build_info, load, row_losses
 from focalkern.stable.calibration_grid import CalibrationGridRun, calibration_grid
 from focalkern.stable.calibration_map import calibration_map, calibration_map_scalar
@@ -36,6 +36,7 @@ __all__ = [
     "empty_cache",
     "focal_loss",
     "has_label",
+    "is_small_head",
     "load",
     "map_nll_sums",
     "mmce_loss",

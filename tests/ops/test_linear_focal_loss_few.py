@@ -122,3 +122,39 @@ def test_no_row_and_a_positive_ignore_index():
     target = torch.tensor([0, 3])
     found = fk.linear_focal_loss(x, w, target, ignore_index=3)
     assert torch.equal(found, fk.focal_loss(x @ w.T, target, ignore_index=3))
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"bias": torch.ones(4)}, True),
+        ({"weight": torch.nn.Parameter(torch.ones(4, 3))}, True),
+        ({"most": 4 * 4 * 2 - 1}, False),
+        ({"target": torch.tensor([3, -100])}, False),
+        ({"target": torch.tensor([0.0, 3.0])}, False),
+        ({"bias": torch.ones(1)}, False),  # F.linear would broadcast it
+        ({"input": torch.ones(2, 3).as_subclass(_Subclass)}, False),
+        ({"input": torch.ones(2, 3, device="meta")}, False),
+        ({"input": torch.ones(2, 3).bfloat16()}, False),
+        ({"input": torch.ones(3)}, False),
+        ({"input": torch.ones(2, 3).to_sparse()}, False),
+        ({"target": [0, 3]}, False),
+    ],
+)
+def test_which_heads_are_small(change, expected):
+    from focalkern import fallback
+    from focalkern.ops._backend import module_or_fallback
+
+    given = {"input": torch.ones(2, 3), "weight": torch.ones(4, 3), "target": torch.tensor([0, 3]), "bias": None}
+    arguments = (*{**given, "ignore": -100, "most": 2**20, **change}.values(),)
+    module = module_or_fallback()
+    if module.is_small_head is fallback.is_small_head:  # the compiled module answers, other modules never take this way
+        expected = False
+    assert module.is_small_head(*arguments) is expected
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not module.is_small_head(*arguments)
