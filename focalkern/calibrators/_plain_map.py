@@ -16,15 +16,16 @@ __all__ = ["plain_binary_map", "plain_map"]
 def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, input_kind: str) -> Tensor:
     """Log-probabilities of the focal calibration map of ``input`` [..., C], C >= 2.
 
-    The graph for ONNX has 25 nodes, with gamma = 0 four. gamma and temperature are numbers, or tensors broadcastable to
+    The graph for ONNX has 27 nodes, with gamma = 0 four. gamma and temperature are numbers, or tensors broadcastable to
     [...]. ONNX has no cumulative maximum, so its graph does not correct the rounding of nearly equal classes.
     """
     wide = widened(input)
     z = wide.log() if input_kind == "probs" else wide
+    shifted = z - z.amax(-1, keepdim=True)  # z / temperature could overflow, and lose the digits of the differences
     if isinstance(gamma, Tensor):
         gamma = gamma.to(z).unsqueeze(-1)
-    elif gamma == 0:  # the row maximum is subtracted, because z / temperature could overflow
-        return ((z - z.amax(-1, keepdim=True)) / temperature).log_softmax(-1).to(input.dtype)
+    elif gamma == 0:
+        return (shifted / temperature).log_softmax(-1).to(input.dtype)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(z).unsqueeze(-1)
 
@@ -33,7 +34,7 @@ def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor,
             "focal_calibration_map: input must have at least two classes in its last dimension, got shape "
             f"{list(input.shape)}"
         )
-    log_q = (z / temperature).log_softmax(-1)
+    log_q = (shifted / temperature).log_softmax(-1)
     log_u, focal = _terms(log_q.exp(), gamma)
     # 1 - q of the largest class cancels, so log_u is the log-sum-exp of the others: of any class, its value before the
     # softmax minus its value after. Not torch.logsumexp, because ONNX runtimes may compute it without a shift. Classes

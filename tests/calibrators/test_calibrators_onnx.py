@@ -116,7 +116,7 @@ def test_what_onnxruntime_computes_is_what_the_modules_compute(tmp_path):
         compare(name, theirs, ours.numpy())
 
 
-@pytest.mark.parametrize(("module", "nodes"), [(CalibratedLogProbs(2.0, 1.7), 25), (CalibratedLogProbs(0.0, 1.7), 4)])
+@pytest.mark.parametrize(("module", "nodes"), [(CalibratedLogProbs(2.0, 1.7), 27), (CalibratedLogProbs(0.0, 1.7), 4)])
 def test_the_graph_is_small(module, nodes):
     peer("onnx"), peer("onnxscript")
     with warnings.catch_warnings():
@@ -133,6 +133,15 @@ def test_the_plain_formula_is_the_operator(gamma, dtype):
     fused, plain = CalibratedLogProbs(gamma, 1.7), CalibratedLogProbs(gamma, 1.7, fused=False)
     assert_close(plain(logits), fused(logits))
     assert "fused=False" in repr(plain)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 2.0, -0.5])
+def test_the_plain_formula_keeps_the_digits_of_large_logits(gamma):
+    """z / temperature would round the difference of two logits of 10,000, and overflow for 3e38."""
+    logits = torch.tensor([[1e4, 1e4 - 1, 1e4 - 2.5], [3e38, 1e38, 0.0]])
+    fused, plain = CalibratedLogProbs(gamma, 0.37), CalibratedLogProbs(gamma, 0.37, fused=False)
+    assert_close(plain(logits)[0], plain((logits - 1e4)[:1])[0])
+    assert_close(plain(logits).exp(), fused(logits).exp())
 
 
 @pytest.mark.parametrize("gamma", [2.0, -0.5])
