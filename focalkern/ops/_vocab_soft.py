@@ -5,11 +5,11 @@ L = sum_i w_i t_i l(p_i), and
 
     dL/dz_j = s_j - p_j G,    s_j = w_j t_j dl/dlog p_j,    G = sum_i s_i
 
-Every rank sums over its classes (:mod:`focalkern.ops.row_sums`, which also gives the statistics of the rows). Two
-reductions give the softmax of all classes (MAX of the largest logit, SUM of the exponentials of the others), and a
-third gives the loss, G and dL/dgamma. Each term l(p) is the loss of two classes with
-the logits (log p - log(1 - p), 0), in float64, block by block. For the largest class, 1 - p is the sum of the other
-probabilities, which does not cancel.
+Every rank sums over its classes (:mod:`focalkern.ops.row_sums`, which also gives the statistics of the rows) and
+gathers the sums of all ranks. A row of the slice then gets one more class, without a target: the classes of the other
+ranks together. So the row loss of the slice has the softmax of all classes, and computes the slice's terms of L and
+dL/dz, block by block. Only G lacks the terms of the other ranks. The gradient of the additional class, -p G, gives the
+slice's part of G, and one reduction gives the sums of L, G and dL/dgamma.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
-from focalkern.ops._collectives import all_reduce
+from focalkern.ops._collectives import all_gather, all_reduce
 from focalkern.ops._linear_chunks import blocks
+from focalkern.ops._row_kernels import Block, gradients_of_rows, losses_of_rows
 from focalkern.ops._row_kernels import Settings as KernelSettings
-from focalkern.ops._row_kernels import losses_of_margins
+from focalkern.ops._row_loss import needs_float64
 from focalkern.ops._vocab_slices import RowStatistics, Settings, Split, refuse_second_derivatives
 from focalkern.ops.row_sums import row_sums
 
@@ -86,17 +88,9 @@ class Terms(NamedTuple):
         per_row = self.edges is None and self.gamma.dim() > 0
         return self._replace(gamma=self.gamma[rows]) if per_row else self
 
-    def slopes(self, margin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """l, dl/dd and dl/dgamma, all [n, C_r], of classes with d = log(1 - p) - log p."""
-        gamma: Tensor | GammaTable = self.gamma.detach()
-        if self.edges is not None:
-            gamma = GammaTable._unchecked(self.edges, self.gamma)
-        elif self.needs_gamma or self.gamma.dim() > 0:
-            of_row = self.gamma.detach().double()
-            gamma = (of_row.unsqueeze(1) if of_row.dim() > 0 else of_row).expand_as(margin).reshape(-1)
-        kernel = KernelSettings(-100, 0.0, self.detach_modulation, kind=self.kind)
-        found = losses_of_margins(margin.reshape(-1), gamma, kernel, self.needs_gamma)
-        return found[0].reshape(margin.shape), found[1].reshape(margin.shape), found[2].reshape(margin.shape)
+    @property
+    def settings(self) -> KernelSettings:
+        return KernelSettings(-100, 0.0, self.detach_modulation, kind=self.kind)
 
 
 class SoftRows(NamedTuple):
@@ -104,8 +98,8 @@ class SoftRows(NamedTuple):
 
     top: Tensor  # the largest logit of all ranks
     log_total: Tensor  # log sum_j exp(z_j - top)
-    log_u_top: Tensor  # log(1 - p) of the largest logit
-    slope: Tensor  # G
+    log_rest: Tensor  # the same of the classes of the other ranks
+    slope: Tensor  # the part of G of the other ranks
 
     def at(self, rows: slice | Tensor) -> "SoftRows":
         return SoftRows(*(values[rows] for values in self))
@@ -116,40 +110,94 @@ def soft_losses(
 ) -> tuple[Tensor, SoftRows, Tensor, tuple[Tensor, Tensor]]:
     """Losses, the numbers for the gradients, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk; and what
     ``row_sums`` gives for it."""
-    rows, found = _softmax(z, split.group)
+    rows, found = _softmax(z, split.group, _dtype_of(z, shares, terms))
     if torch.compiler.is_compiling():
         sums = torch.ops.focalkern.vocab_soft_sums(z, *_flat(split, shares, rows, terms))
     else:
         sums = _sums_of_slice(z, split, shares, rows, terms)
+    slope = sums[1].clone()
     losses, slope_sum, of_gamma = all_reduce(sums, "sum", split.group).unbind()
     if z_loss and shares.row_weight is not None:
         lse = torch.where(split.counts, rows.top + rows.log_total, 0.0)
         losses = losses + z_loss * shares.row_weight * lse.square()
         slope_sum = slope_sum - 2 * z_loss * shares.row_weight * lse
-    return losses, SoftRows(*rows[:3], slope_sum), of_gamma, found
+    return losses, rows._replace(slope=slope_sum - slope), of_gamma, found
 
 
 def _sums_of_slice(z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms) -> Tensor:
     """The slice's part [3, n] of the losses, of G and of dL/dgamma."""
     sums = torch.zeros(3, len(z), dtype=torch.float64, device=z.device)
-    for block in blocks(z) if z.shape[1] else ():
-        of_block = (split.at(block), shares.at(block), rows.at(block), terms.at(block))
-        sums[0, block], slope, _, sums[2, block] = _terms(z[block], *of_block)
-        sums[1, block] = slope.sum(1)
-    return sums
+    for block, here, inner in _whole_rows(z, split, shares, rows, terms):
+        losses, saved = losses_of_rows(inner, terms.settings)
+        needed = (True, False, terms.needs_gamma)
+        grad, _, of_gamma = gradients_of_rows(torch.ones_like(losses), inner, terms.settings, saved, needed)
+        p_rest = (here.log_rest - here.log_total).exp()
+        sums[0, block] = losses.double()
+        # Where p underflows, so do the probabilities of all classes of the other ranks, which G multiplies.
+        sums[1, block] = torch.where(p_rest > 0, -grad[:, -1] / p_rest, 0.0)
+        if terms.needs_gamma:
+            sums[2, block] = of_gamma.double()
+    nan = torch.where(split.legal, 0.0, torch.nan)  # a label out of range makes its row NaN
+    return torch.where(split.counts, sums + nan, 0.0)
+
+
+def _dtype_of(z: Tensor, shares: Shares, terms: Terms) -> torch.dtype:
+    """The dtype of the computation."""
+    target = z if shares.target is None else shares.target
+    is_wide = target.dtype == torch.float64 or needs_float64(z, target, terms.label_smoothing)
+    return torch.float64 if is_wide else compute_dtype(z.dtype)
+
+
+def _whole_rows(
+    z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms
+) -> Iterator[tuple[slice, SoftRows, Block]]:
+    """Block by block, the log-probabilities of the slice's classes and of all other classes together, and their shares
+    w t in the loss, both [n, C_r + 1] in the same buffer."""
+    e, classes, real = terms.label_smoothing, z.shape[1], _dtype_of(z, shares, terms)
+    of_all, buffer = e / split.classes.to(real), None
+    for block in blocks(z) if classes else ():
+        here, of_block = rows.at(block), split.at(block)
+        n, shift = len(here.top), here.log_total.to(real)
+        if buffer is None:  # no block is larger than the first
+            buffer = torch.zeros(2, n, classes + 1, dtype=real, device=z.device)
+        logits, share = buffer[:, :n]
+        torch.sub(z[block], here.top.to(real).unsqueeze(1), out=logits[:, :-1]).sub_(shift.unsqueeze(1))
+        logits[:, -1] = here.log_rest - shift
+        if shares.target is None:
+            share[:, :-1] = (of_all * of_block.counts).unsqueeze(1)
+            share.scatter_add_(1, of_block.label.unsqueeze(1), (1.0 - e) * of_block.owned.to(real).unsqueeze(1))
+        else:
+            torch.mul(shares.target[block], 1.0 - e, out=share[:, :-1]).add_(of_all)
+        if shares.weight is not None:
+            share[:, :-1].mul_(shares.weight)
+        gamma = terms.at(block).gamma.detach()
+        if terms.needs_gamma and terms.edges is None:
+            gamma = gamma.to(z.device).expand(n)
+        yield block, here, Block(logits, share, gamma, terms.edges)
 
 
 def soft_gradients(
     z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms, upstream: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """The gradients of the slice's logits and class probabilities, block by block, in float64."""
-    for block in blocks(z) if z.shape[1] else ():
-        here = rows.at(block)
-        _, slope, of_target, _ = _terms(z[block], split.at(block), shares.at(block), here, terms.at(block))
-        p = ((z[block].double() - here.top.unsqueeze(1)) - here.log_total.unsqueeze(1)).exp()
-        scale = upstream[block].unsqueeze(1)
-        grad = torch.where(scale == 0, 0.0, scale * (slope - p * here.slope.unsqueeze(1)))
-        yield block, grad, None if of_target is None else torch.where(scale == 0, 0.0, scale * of_target)
+    """The gradients of the slice's logits and class probabilities, block by block, in the dtype of the computation."""
+    for block, here, inner in _whole_rows(z, split, shares, rows, terms):
+        scale, real = upstream[block], inner.logits.dtype
+        saved = losses_of_rows(inner, terms.settings)[1]
+        needed = (True, shares.needs_target, False)
+        grad, of_target, _ = gradients_of_rows(scale.to(real), inner, terms.settings, saved, needed)
+        grad, p = grad[:, :-1], inner.logits[:, :-1].exp_()
+        rounding = (here.log_total.to(real) - here.log_total).exp()  # p has the rounded log_total
+        grad.addcmul_(p, (-scale * here.slope * rounding).to(real).unsqueeze(1))
+        grad.masked_fill_((scale == 0).unsqueeze(1), 0.0)
+        yield block, grad, _of_shares(of_target[:, :-1], shares, terms, scale) if shares.needs_target else None
+
+
+def _of_shares(gradient: Tensor, shares: Shares, terms: Terms, scale: Tensor) -> Tensor:
+    """The gradient of class probabilities from that of their shares."""
+    factor = torch.full((gradient.shape[1],), 1.0 - terms.label_smoothing, dtype=gradient.dtype, device=gradient.device)
+    if shares.weight is not None:
+        factor.mul_(shares.weight)
+    return torch.where((scale == 0).unsqueeze(1) | (factor == 0), 0.0, gradient * factor)
 
 
 def label_statistics(z: Tensor, split: Split, rows: SoftRows) -> RowStatistics:
@@ -157,64 +205,22 @@ def label_statistics(z: Tensor, split: Split, rows: SoftRows) -> RowStatistics:
     z_y = z.gather(1, split.label.unsqueeze(1)).squeeze(1).double() if z.shape[1] else torch.zeros_like(rows.top)
     z_y = all_reduce(torch.where(split.owned, z_y, -torch.inf), "max", split.group)
     log_p = torch.where(split.legal, (z_y - rows.top) - rows.log_total, torch.nan)
-    log_u = torch.where(z_y == rows.top, rows.log_u_top, torch.log1p(-log_p.exp()))
-    return RowStatistics(rows.top, rows.log_total, log_u - log_p, rows.top + rows.log_total)
+    margin = torch.log(-torch.expm1(log_p)) - log_p
+    return RowStatistics(rows.top, rows.log_total, margin, rows.top + rows.log_total)
 
 
-def _softmax(z: Tensor, group: Any) -> tuple[SoftRows, tuple[Tensor, Tensor]]:
+def _softmax(z: Tensor, group: Any, real: torch.dtype) -> tuple[SoftRows, tuple[Tensor, Tensor]]:
     """The normalisation of the softmax over the classes of all ranks (``slope`` is 0), and the sums of the slice."""
-    local = torch.ops.focalkern.vocab_soft_softmax if torch.compiler.is_compiling() else _sums_in_float64
-    sums_of_slice, index = local(z)
-    top, rest, _ = sums_of_slice
-    largest = all_reduce(top.clone(), "max", group)
-    # `rest` excludes this rank's largest logit. Add it to the others unless it is the largest of all ranks.
-    scale = torch.where(top == -torch.inf, 0.0, (top - largest).exp())
-    holds = top == largest
-    sums = torch.stack([rest * scale + torch.where(holds, 0.0, scale), holds.double()])
-    others, holders = all_reduce(sums, "sum", group).unbind()
-    others = others + (holders - 1.0)
-    log_total = others.log1p()
-    rows = SoftRows(largest, log_total, others.log() - log_total, torch.zeros_like(top))
-    return rows, (sums_of_slice, index)
-
-
-def _sums_in_float64(z: Tensor) -> tuple[Tensor, Tensor]:
-    """``row_sums`` with terms in float64: for label smoothing near 1, p_j - t_j cancels."""
-    found = [row_sums(z[block].double()) for block in blocks(z)]
-    if not found:
-        return row_sums(z.double())
-    return torch.cat([sums for sums, _ in found], dim=1), torch.cat([index for _, index in found])
-
-
-def _terms(
-    z: Tensor, split: Split, shares: Shares, rows: SoftRows, terms: Terms
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """For a block: the slice's part of the losses [n], s [n, C_r], and the derivatives in the class probabilities
-    [n, C_r] (None if not needed) and in gamma [n]."""
-    top, log_total, log_u_top = (values.unsqueeze(1) for values in rows[:3])
-    logits = z.double()
-    log_p = (logits - top) - log_total
-    log_u = torch.where(logits == top, log_u_top, torch.log1p(-log_p.exp()))
-    loss, of_margin, of_gamma = terms.slopes(log_u - log_p)
-    # d log p / dd = -u. If u underflows to 0, so do all other p_j, and s - p G cancels for any s.
-    u = log_u.exp()
-    of_log_p = torch.where(u > 0, -of_margin / u, torch.where(of_margin.isnan(), of_margin, 0.0))
-    e, target = terms.label_smoothing, shares.target
-    if target is None:
-        columns = torch.arange(z.shape[1], device=z.device)
-        target = ((columns == split.label.unsqueeze(1)) & split.owned.unsqueeze(1)).double()
-    weight = torch.ones_like(loss) if shares.weight is None else shares.weight.double().expand_as(loss)
-    share = weight * ((1.0 - e) * target.double() + (e / split.classes.double() if e else 0.0))
-    counts = split.counts.unsqueeze(1)
-    # A class without target mass contributes 0, also if its logit is -inf.
-    share, none = torch.where(counts, share, 0.0), (share == 0) | ~counts
-    nan = torch.where(split.legal, 0.0, torch.nan)  # a label out of range makes its row NaN
-    losses = torch.where(none & (loss == torch.inf), 0.0, share * loss).sum(1) + nan
-    of_target = None
-    if shares.needs_target:
-        of_target = torch.where(weight == 0, 0.0, (1.0 - e) * weight * loss)
-    sums = torch.where(none, 0.0, share * of_gamma).sum(1)
-    return losses, torch.where(none & ~of_log_p.isnan(), 0.0, share * of_log_p) + nan.unsqueeze(1), of_target, sums
+    found = row_sums(z.double() if real == torch.float64 else z)
+    tops, rests = all_gather(found[0][:2].reshape(-1), group).reshape(-1, 2, z.shape[0]).unbind(1)
+    top = tops.amax(0)
+    # `rests` exclude the largest logit of a rank. Add it to the others unless it is the largest of all ranks.
+    scale = torch.where(tops == -torch.inf, 0.0, (tops - top).exp())
+    holds = tops == top
+    others = (rests * scale + torch.where(holds, 0.0, scale)).sum(0) + (holds.sum(0) - 1)
+    is_here = torch.arange(len(tops), device=z.device).unsqueeze(1) == group.rank()
+    of_others = torch.where(is_here, 0.0, scale * (1.0 + rests)).sum(0)
+    return SoftRows(top, others.log1p(), of_others.log(), torch.zeros_like(top)), found
 
 
 def soft_losses_of_slices(
@@ -287,20 +293,10 @@ def _flat(split: Split, shares: Shares, rows: SoftRows, terms: Terms) -> tuple[A
 
 
 def _unflat(*flat: Any) -> tuple[Split, Shares, SoftRows, Terms]:
-    label, owned, counts, legal, classes, target, weight, needs_target, top, log_total, log_u_top, *of_terms = flat
+    label, owned, counts, legal, classes, target, weight, needs_target, top, log_total, log_rest, *of_terms = flat
     split = Split(None, label, label, owned, counts, legal, classes, classes)
     shares = Shares(target, weight, needs_target, None)
-    return split, shares, SoftRows(top, log_total, log_u_top, top), Terms(*of_terms)
-
-
-@torch.library.custom_op("focalkern::vocab_soft_softmax", mutates_args=())
-def _softmax_operator(z: Tensor) -> tuple[Tensor, Tensor]:
-    return _sums_in_float64(z)
-
-
-@_softmax_operator.register_fake
-def _(z: Tensor) -> tuple[Tensor, Tensor]:
-    return z.new_empty(3, z.shape[0], dtype=torch.float64), z.new_empty(z.shape[:1], dtype=torch.int64)
+    return split, shares, SoftRows(top, log_total, log_rest, top), Terms(*of_terms)
 
 
 @torch.library.custom_op("focalkern::vocab_soft_sums", mutates_args=())
@@ -316,7 +312,7 @@ def _sums_operator(
     needs_target: bool,
     top: Tensor,
     log_total: Tensor,
-    log_u_top: Tensor,
+    log_rest: Tensor,
     gamma: Tensor,
     edges: Tensor | None,
     needs_gamma: bool,
@@ -324,7 +320,7 @@ def _sums_operator(
     label_smoothing: float,
     detach_modulation: bool,
 ) -> Tensor:
-    of_split, of_rows = (label, owned, counts, legal, classes), (top, log_total, log_u_top)
+    of_split, of_rows = (label, owned, counts, legal, classes), (top, log_total, log_rest)
     of_terms = (gamma, edges, needs_gamma, kind, label_smoothing, detach_modulation)
     return _sums_of_slice(z, *_unflat(*of_split, target, weight, needs_target, *of_rows, *of_terms))
 
@@ -349,7 +345,7 @@ def _gradient_operator(
     needs_target: bool,
     top: Tensor,
     log_total: Tensor,
-    log_u_top: Tensor,
+    log_rest: Tensor,
     gamma: Tensor,
     edges: Tensor | None,
     needs_gamma: bool,
@@ -357,7 +353,7 @@ def _gradient_operator(
     label_smoothing: float,
     detach_modulation: bool,
 ) -> tuple[Tensor, Tensor]:
-    of_split, of_rows = (label, owned, counts, legal, classes), (top, log_total, log_u_top)
+    of_split, of_rows = (label, owned, counts, legal, classes), (top, log_total, log_rest)
     of_terms = (gamma, edges, needs_gamma, kind, label_smoothing, detach_modulation)
     split, shares, rows, terms = _unflat(*of_split, target, weight, needs_target, *of_rows, *of_terms)
     return _gradients_of_slice(upstream, z, split, shares, rows._replace(slope=slope), terms)

@@ -9,6 +9,7 @@ from conftest import assert_close
 from vocab_cases import TABLE, gradients
 
 import focalkern as fk
+from focalkern import reference
 from focalkern.ops._row_kernels import slice_gradient
 
 pytestmark = [
@@ -76,6 +77,18 @@ def test_errors_name_the_argument(alone, change, error, message):
     good = {"logits": torch.zeros(4, 3), "target": torch.zeros(4, dtype=torch.long)}
     with pytest.raises(error, match=f"focal_loss_vocab_parallel: {message}"):
         fk.focal_loss_vocab_parallel(**{**good, **change})
+
+
+@pytest.mark.parametrize("kind", ["labels", "probabilities"])
+def test_digits_where_the_gradient_cancels(alone, kind):
+    """p_j - t_j of similar logits and similar targets, where the one process computes in float64, too."""
+    z, target, options = (1e-3 * torch.randn(5, 40)).requires_grad_(), torch.randint(40, (5,)), {"label_smoothing": 1.0}
+    if kind == "probabilities":
+        target, options = torch.full((5, 40), 1 / 40, dtype=torch.float64), {}
+    wide = z.detach().double().requires_grad_()
+    found = gradients(fk.focal_loss_vocab_parallel(z, target, 0.0, **options), [z])[0]
+    expected = gradients(reference.focal_loss(wide, target, 0.0, **options), [wide])[0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0.0)
 
 
 COMPILED = {
