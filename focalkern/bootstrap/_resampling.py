@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern.bootstrap._figures import CLASSWISE
 from focalkern.metrics._bins import equal_width_edges, interp_places
-from focalkern.metrics._inputs import confidence_and_correct, probs_and_target
+from focalkern.metrics._inputs import check_log_probs, confidence_and_correct, probs_and_target
 
 __all__ = ["ClasswiseSums", "ResampledRows", "chunks", "prefix_sums", "resample_weights", "uniform_draws"]
 
@@ -54,6 +54,8 @@ class ResampledRows:
             given, labels = probs_and_target(op, probs[name], target, log=log)
             if given.dim() != 2:
                 raise ValueError(f"{op}: probs must be [N, C], got shape {list(given.shape)}")
+            if log:
+                check_log_probs(op, given)
             if correct is None:
                 correct = given.argmax(-1) == labels
             if "nll" in figures:

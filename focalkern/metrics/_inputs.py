@@ -1,5 +1,6 @@
 """Arguments of the metrics: probabilities, labels, confidences, estimators."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "as_labels",
     "as_probs",
     "check_bins",
+    "check_log_probs",
     "confidence_and_correct",
     "probs_and_target",
 ]
@@ -100,6 +102,16 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
             )
     result: Tensor = probs
     return result
+
+
+def check_log_probs(op: str, log_probs: Tensor) -> None:
+    """Raises for values that no log-probability has. NaN passes: the score is NaN."""
+    high = float(log_probs.amax()) if log_probs.numel() else 0.0
+    if high > math.log1p(_ABOVE_ONE):
+        raise ValueError(
+            f"{op}: probs must be log-probabilities, at most 0, with log=True, got values up to {high}; are these "
+            "probabilities or logits?"
+        )
 
 
 def as_labels(op: str, target: Any, probs: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from focalkern._arrays import arrays_for_arrays, as_tensor
 from focalkern._checks import flag
 from focalkern.metrics._images import Per, measured
-from focalkern.metrics._inputs import MetricInput, confidence_and_correct, probs_and_target
+from focalkern.metrics._inputs import MetricInput, check_log_probs, confidence_and_correct, probs_and_target
 
 __all__ = ["accuracy", "aurc", "auroc", "brier_score", "nll"]
 
@@ -42,6 +42,8 @@ def nll(probs: Any, target: Any, *, log: bool = False, ignore_index: int | None 
 
     def of_rows(rows: MetricInput) -> Tensor:
         probs, target = probs_and_target("nll", rows.probs, rows.target, log=log)
+        if log:
+            check_log_probs("nll", probs)
         of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
         # 0 - x, not -x, so that a perfect score is 0.0, not -0.0.
         log_probs = of_target if log else of_target.log()

@@ -250,6 +250,7 @@ def test_a_bar_shows_when_it_is_asked_for(capsys):
         (lambda p, y: paired_bootstrap(p, y), TypeError, "probs must map names to tensors, got Tensor"),
         (lambda p, y: paired_bootstrap({}, y), ValueError, "at least one calibrator, got none"),
         (lambda p, y: paired_bootstrap({"T": p.log()}, y), ValueError, "'T': probs must be in [0, 1]"),
+        (lambda p, y: paired_bootstrap({"T": p}, y, log=True), ValueError, "'T': probs must be log-probabilities"),
         (lambda p, y: paired_bootstrap({"T": p[None]}, y[None]), ValueError, "'T': probs must be [N, C], got shape"),
         (lambda p, y: paired_bootstrap({"T": p}, y + 3), IndexError, "'T': target must be in [0, 3)"),
         (lambda p, y: paired_bootstrap({"a": p, "b": p[:3]}, y), ValueError, "'b': target must be [N] = [3], got [4]"),

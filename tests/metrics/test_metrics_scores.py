@@ -225,6 +225,11 @@ def test_numpy_arrays_are_taken_also_read_only_ones():
         (lambda p, y: metrics.smooth_calibration_error(p.log(), y), ValueError, "in row 0; are these logits?"),
         (lambda p, y: metrics.classwise_calibration_error(p, y, reduction="sum"), ValueError, "mean, none, got 'sum'"),
         (lambda p, y: metrics.nll(p, y.float()), TypeError, "target must be integer, got torch.float32"),
+        (
+            lambda p, y: metrics.nll(p, y, log=True),
+            ValueError,
+            "at most 0, with log=True, got values up to 1.0; are these",
+        ),
         (lambda p, y: metrics.nll(y, y), TypeError, "probs must be floating point, got torch.int64"),
         (lambda p, y: metrics.nll(p[:, 0], y), ValueError, "probs must be [N, C], got shape [4]"),
         (lambda p, y: metrics.brier_score(p, y + 2), IndexError, "target must be in [0, 3), got 3 at row 1"),
