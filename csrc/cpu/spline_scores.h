@@ -196,8 +196,8 @@ FK_AVX512 inline __m512d inverses(__m512d x) {
   return _mm512_mul_pd(guess, _mm512_fnmadd_pd(x, guess, _mm512_set1_pd(2)));
 }
 
-// Computes scores that have no per-class terms, and the largest score of each row, directly from the exponentials.
-// Neither x nor u is written.
+// Computes scores that have no per-class terms, and the largest score of each row, from the exponentials. x and u have
+// a loop of their own: the processor overlaps more vectors of two short loops than of one long loop.
 //
 // `in_order` keeps the order of double inputs. Each P lies in a step of relative size 2^-30. Its score is the score at
 // the start of the step, plus the slope there times the distance of P from the start, so within a step it rises with P,
@@ -206,15 +206,15 @@ FK_AVX512 inline __m512d inverses(__m512d x) {
 template <bool in_order>
 FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables& tables, const SplineScores& args,
                                           uint64_t kept_bits, double slack) {
+  log_odds_in_registers(t, kept_bits);
   const __m512d kept = _mm512_castsi512_pd(_mm512_set1_epi64(static_cast<int64_t>(kept_bits)));
   const __m512d nothing = _mm512_set1_pd(kMinusInfinity);
   const __m512d factor = _mm512_set1_pd(args.factor);
   const auto score_at = [&](int64_t i, const SplineRows& row, __mmask8 there) FK_AVX512 {
-    const __m512d p = _mm512_fmadd_pd(_mm512_load_pd(t.e + i), row.scale, row.floor), start = _mm512_and_pd(p, kept);
-    const WideFeatures of = features_of(start, row);
-    const WideCurve curve = curve_at<in_order>(of.u, tables);
-    __m512d score = _mm512_fmadd_pd(factor, of.x, curve.value);
+    const WideCurve curve = curve_at<in_order>(_mm512_load_pd(t.u + i), tables);
+    __m512d score = _mm512_fmadd_pd(factor, _mm512_load_pd(t.x + i), curve.value);
     if constexpr (in_order) {
+      const __m512d p = _mm512_fmadd_pd(_mm512_load_pd(t.e + i), row.scale, row.floor), start = _mm512_and_pd(p, kept);
       const __mmask8 rest = _mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineLarge<double>), _CMP_LE_OQ);
       const __m512d rise_of_u = inverses(_mm512_sub_pd(_mm512_set1_pd(1), start));  // du / dx; 1 for a large P
       const __m512d slope =
