@@ -99,6 +99,14 @@ bool is_narrow(const SplineMapForward& args) {
   return factor * of.farthest + of.largest <= kNarrowLargest && factor + of.steepest <= kNarrowSteepest;
 }
 
+// Whether a logit is -inf.
+FK_VECTOR_CLONES bool has_impossible(const float* z, int64_t n) {
+  int found = 0;
+#pragma omp simd reduction(| : found)
+  for (int64_t i = 0; i < n; ++i) found |= z[i] == static_cast<float>(kMinusInfinity);
+  return found != 0;
+}
+
 // Whether the rows are side by side in the row layout, or many enough to be transposed.
 bool is_transposed(const SplineTile& t) { return !t.column || (t.n_rows >= 4 && t.classes >= 4); }
 
@@ -158,17 +166,26 @@ class NarrowMap {
     run_in<bytes, NarrowExponents<Logit>>(t, z, args_.rows.temperature, args_.keep_order ? kSplineGrid : 0);
     run_in<bytes, NarrowRowNumbers>(t, args_.rows.floor);
     validate_rows(args_, row, t);
-    const bool keep_zeros = args_.scores.keep_zeros;
+    bool keep_zeros = args_.scores.keep_zeros;
+    if constexpr (std::is_same_v<Logit, float>) {
+      keep_zeros = keep_zeros && has_impossible(z, t.classes * (t.column ? kSplineTileRows : t.n_rows));
+    }
     if (args_.log_output) {
-      keep_zeros ? scores<true, true>(t, z, t.score_top) : scores<true, false>(t, z, t.score_top);
+      keep_zeros ? scores<true, true>(t, row, z, t.score_top) : scores<true, false>(t, row, z, t.score_top);
       run_in<bytes, NarrowSums>(t);
     } else {
-      keep_zeros ? scores<false, true>(t, z, t.sum) : scores<false, false>(t, z, t.sum);
+      keep_zeros ? scores<false, true>(t, row, z, t.sum) : scores<false, false>(t, row, z, t.sum);
     }
   }
   template <bool log, bool keep_zeros, typename Logit>
-  void scores(const SplineTile& t, const Logit* z, double* of_rows) const {
-    run_in<bytes, NarrowScores<log, keep_zeros, Logit>>(t, z, curve_, args_, of_rows);
+  void scores(const SplineTile& t, int64_t row, const Logit* z, double* of_rows) const {
+    NarrowAhead ahead;
+    const bool is_last = row + t.n_rows >= args_.rows.rows;
+    if (std::is_same_v<Logit, float> && args_.to == SplineStorage::kFloat && !is_last) {
+      ahead.logits = static_cast<const float*>(args_.rows.input) + (row + t.n_rows) * t.classes;
+      ahead.results = static_cast<const float*>(args_.output) + row * t.classes;
+    }
+    run_in<bytes, NarrowScores<log, keep_zeros, Logit>>(t, z, curve_, args_, ahead, of_rows);
   }
 
   const SplineMapForward& args_;

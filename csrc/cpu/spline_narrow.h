@@ -141,13 +141,28 @@ struct NarrowRowNumbers {
   }
 };
 
+// Memory that later loops need: the logits of the next tile, and the place for the results of this one. The processor
+// loads both while it computes; a burst of loads per tile would keep it waiting.
+struct NarrowAhead {
+  const float* logits = nullptr;  // null: neither
+  const float* results;
+  FK_HOST_DEVICE void fetch(int64_t begin, int64_t end) const {
+    constexpr int64_t kLine = 64 / sizeof(float);
+    if (logits == nullptr) return;
+    for (int64_t i = begin; i < end; i += kLine) {
+      __builtin_prefetch(logits + i);
+      __builtin_prefetch(results + i, /*write*/ 1);
+    }
+  }
+};
+
 // Writes the exponentials of the scores, or with `log` the scores, both as powers of two, to t.f, and to `of_rows` the
 // sum of a row's exponentials, or its largest score. An impossible class has 0, or -inf.
 template <bool log, bool keep_zeros, typename Logit>
 struct NarrowScores {
   template <int64_t bytes>
   static FK_HOST_DEVICE void run(const SplineTile& t, const Logit* z, const VectorCurve<bytes / 8>& curve,
-                                 const SplineMapForward& args, double* of_rows) {
+                                 const SplineMapForward& args, const NarrowAhead& ahead, double* of_rows) {
     constexpr int64_t n = bytes / sizeof(double);
     using Lanes = DoubleLanes<n>;
     using Reals = typename Lanes::Doubles;
@@ -220,6 +235,7 @@ struct NarrowScores {
         const NarrowRows<n> rows{load_simd<Reals>(t.inverse + r), floor, load_simd<Reals>(t.shared + r)};
         double* const f = t.f + r;
         Reals all = nothing;
+        ahead.fetch(r * t.classes, std::min(r + n, t.n_rows) * t.classes);
         write_scores(std::true_type(), t.e + r, f, end - r, kSplineTileRows, rows);
 #pragma GCC unroll 2
         for (int64_t i = 0; i < end - r; i += kSplineTileRows) write(f + i, z + r + i, all);
@@ -236,6 +252,7 @@ struct NarrowScores {
       Reals all = nothing;
       for (int64_t c = 0; c < t.classes; c += kNarrowBlock) {
         const int64_t end = std::min(kNarrowBlock, t.classes - c), whole_end = std::min(c + kNarrowBlock, whole);
+        ahead.fetch(r * t.classes + c, r * t.classes + c + end);
         is_mixed ? write_scores(std::true_type(), e + c, f + c, end, n, row)
                  : write_scores(std::false_type(), e + c, f + c, end, n, row);
 #pragma GCC unroll 2
