@@ -66,7 +66,7 @@ def row_statistics(
         rows with NaN; whether it is the label; whether the row counts.
     """
     (largest, rest, fall), index = row_sums(input)
-    counts = target != ignore_index
+    counts = target.long() != ignore_index
     label = torch.where(counts, target, 0).long()
     legal = (label >= 0) & (label < input.shape[1])
     z_y = input.gather(1, torch.where(legal, label, 0).unsqueeze(1)).squeeze(1).to(largest.dtype)

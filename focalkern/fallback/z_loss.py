@@ -38,7 +38,7 @@ def z_loss(
     counts, row_weight = torch.ones_like(first, dtype=torch.bool), torch.ones_like(first)
     label = None
     if not target.is_floating_point():
-        counts = target != ignore_index
+        counts = target.long() != ignore_index
         label = torch.where(counts, target, 0).long()
         counts = counts.reshape(-1)
         if weight is not None:

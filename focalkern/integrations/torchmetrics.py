@@ -75,7 +75,7 @@ class _FocalkernMetric(Metric):
             raise ValueError(f"{op}: target must be [N, ...] = {list(expected)}, got {list(target.shape)}")
         scores, target = (preds, target) if preds.dim() == 2 else (flat_rows(preds), target.reshape(-1))
         if self.ignore_index is not None:
-            kept = target != self.ignore_index
+            kept = target.long() != self.ignore_index
             scores, target = scores[kept], target[kept]
         return probs_and_target(op, scores, target, log=self.input_kind == "logits")
 

@@ -305,7 +305,7 @@ class AdaFocalLoss(FocalFamily):
             raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
         check_range(op, target, logits.shape[class_dim], self.ignore_index)
         z = logits.detach().to(compute_dtype(logits.dtype)).movedim(class_dim, -1)
-        valid = target != self.ignore_index
+        valid = target.long() != self.ignore_index
         confidence = z.softmax(-1).amax(-1)[valid]
         correct = (z.argmax(-1) == target)[valid]
         if bool(confidence.isnan().any()):

@@ -102,7 +102,7 @@ def _pixels(op: str, given: MetricInput, ignore_index: int | None, *, log: bool)
             raise ValueError(f"{op}: ignore_index goes with probs and target, got correct; leave the rows out of it")
         target = as_labels(op, rows.target, rows.probs)
         label_range(op, target, rows.probs.shape[1], ignore_index)
-        counts = target != ignore_index
+        counts = target.long() != ignore_index
     if rows.probs is not None:
         as_probs(op, rows.probs if bool(counts.all()) else rows.probs.masked_fill(~counts.unsqueeze(-1), 0), log=log)
     elif rows.confidence is not None:

@@ -163,7 +163,7 @@ def loss_of_elements_over_mesh(
     if is_labels:
         of_rows = tuple(_without_class(placement, class_dim) for placement in placements)
         y = _local(op, "target", target, mesh, of_rows)
-        counted = (y != ignore_index).sum() * z.shape[class_dim]
+        counted = (y.long() != ignore_index).sum() * z.shape[class_dim]
         if any(placement.is_shard(class_dim) for placement in placements):
             y, ignore_index = _labels_of_slice(op, y, input, class_dim, ignore_index), -100
         if scores is not None:
@@ -278,12 +278,13 @@ def _labels_of_slice(op: str, labels: Tensor, input: Any, class_dim: int, ignore
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(input.shape, input.device_mesh, input.placements)
+    labels = labels.long()
     classes, wrong = input.shape[class_dim], (labels < 0) | (labels > input.shape[class_dim])
     wrong &= labels != ignore_index
     if labels.device.type == "cpu" and not torch.compiler.is_compiling() and bool(wrong.any()):
         found = int(labels[wrong][0])
         raise IndexError(f"{op}: target must be in [0, {classes}] or ignore_index, got {found}")
-    here = labels.long() - offset[class_dim]
+    here = labels - offset[class_dim]
     here = torch.where((here >= 0) & (here < shape[class_dim]), here, shape[class_dim])
     # -1 is out of range and not ignored, so the kernel makes the row NaN.
     return torch.where(labels == ignore_index, -100, torch.where(wrong, -1, here))
@@ -308,7 +309,7 @@ def _divisor(target: Tensor, rows: int, weight: Tensor | None, ignore_index: int
     """This rank's part of the divisor of the mean."""
     if target.is_floating_point():
         return torch.full((), rows, device=target.device)
-    counts = target != ignore_index
+    counts = target.long() != ignore_index
     if weight is None:
         return counts.sum()
     index = torch.where(counts & (target >= 0) & (target < len(weight)), target, 0).long()

@@ -118,7 +118,7 @@ def loss_and_gradients(
     check_labels(target, classes, options.ignore_index)
     kept = None
     if not soft and is_plain(target) and is_plain(input):
-        counts = target != options.ignore_index
+        counts = target.long() != options.ignore_index
         if not bool(counts.all()):
             kept = counts.nonzero().squeeze(1)
     any_needed = any(needed)

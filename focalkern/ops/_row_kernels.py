@@ -220,7 +220,7 @@ def row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype:
     if target.is_floating_point():
         every = torch.ones(target.shape[:1], dtype=dtype, device=target.device)
         return every, every > 0
-    counts = target != ignore_index
+    counts = target.long() != ignore_index
     if weight is None:
         return counts.to(dtype), counts
     index = torch.where((target >= 0) & (target < len(weight)), target, 0).long()

@@ -362,7 +362,7 @@ def calibration_grid(
         >>> fk.reference.calibration_grid(logits, target, [0.0], [1.0, 2.0])["nll"]
         tensor([[0.8449, 0.7440]], dtype=torch.float64)
     """
-    keep = target != ignore_index
+    keep = target.long() != ignore_index
     input, target = input[keep], target[keep].long()
     correct = input.argmax(-1) == target
     onehot = torch.nn.functional.one_hot(target, input.shape[-1])

@@ -70,7 +70,7 @@ def reduce_classes(
 
 def one_hot(target: Tensor, like: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Whether each label is not ignored, [...], and the one-hot labels [..., C]."""
-    valid = target != ignore_index
+    valid = target.long() != ignore_index
     index = torch.where(valid, target, 0).long().unsqueeze(-1)
     return valid, (torch.arange(like.shape[-1], device=like.device) == index).to(like.dtype)
 
