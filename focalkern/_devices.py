@@ -6,10 +6,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from focalkern._types import HALVES
+
 __all__ = [
     "as_parameter",
     "autocast_is_on",
     "cpu_by_default",
+    "float32_loss",
     "has_float64",
     "is_host_number",
     "on_device",
@@ -54,6 +57,16 @@ def as_parameter(parameter: Tensor, like: Tensor) -> Tensor:
 def autocast_is_on(device_type: str) -> bool:
     """Whether torch.autocast is on for this type of device."""
     return device_type not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(device_type)
+
+
+@contextlib.contextmanager
+def float32_loss(z: Tensor) -> Iterator[None]:
+    """Autocast for half-precision logits, so that the sum behind a mean is float32."""
+    if z.dtype in HALVES and not autocast_is_on(z.device.type):
+        with torch.autocast(z.device.type, dtype=z.dtype):
+            yield
+    else:
+        yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import flag, integer
+from focalkern._devices import float32_loss
 from focalkern.calibrators import TemperatureScaling
 from focalkern.gamma import GammaTable
 from focalkern.losses import FocalLoss, SigmoidFocalLoss
@@ -135,13 +136,14 @@ def use_focal_loss(
             labels = kwargs.get("shift_labels", torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100))
         labels = labels.reshape(-1).to(logits.device)
         rows = logits.reshape(-1, logits.shape[-1])
-        if features is not None and features.active:
-            head = features.head
-            total = linear_focal_loss(
-                rows, head.weight, labels, gamma, linear_bias=head.bias, reduction="sum", **options
-            )
-        else:
-            total = loss(rows, labels)
+        with float32_loss(rows):  # as the model's own loss; the sum of many tokens exceeds float16
+            if features is not None and features.active:
+                head = features.head
+                total = linear_focal_loss(
+                    rows, head.weight, labels, gamma, linear_bias=head.bias, reduction="sum", **options
+                )
+            else:
+                total = loss(rows, labels)
         if n_items is None:
             n_items = (labels != -100).sum()
         elif isinstance(n_items, Tensor):

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import reduction_code
-from focalkern._devices import autocast_is_on, has_float64
+from focalkern._devices import autocast_is_on, float32_loss, has_float64
 from focalkern._types import HALVES
 from focalkern.gamma import GammaTable
 
 __all__ = [
-    "_float32_loss",
     "is_dtensor",
     "linear_loss_over_mesh",
     "loss_of_elements_over_mesh",
@@ -68,7 +67,7 @@ def loss_over_mesh(
     summed = reduction == "mean" and any(placement.is_shard() for placement in of_rows)
     how = "sum" if summed else reduction
     of_classes = next((i for i, placement in enumerate(placements) if placement.is_shard(class_dim)), None)
-    with _float32_loss(z) if summed else contextlib.nullcontext():
+    with float32_loss(z) if summed else contextlib.nullcontext():
         if of_classes is None:
             loss = local(z, y, gamma, weight, how)
         else:
@@ -129,7 +128,7 @@ def linear_loss_over_mesh(
     gamma, weight = parameter_over_mesh(gamma, mesh, leading, tuple(of_rows)), _whole(weight)
     summed = reduction == "mean" and any(placement.is_shard() for placement in of_rows)
     group = None if of_classes is None else mesh.get_group(of_classes)
-    with _float32_loss(x) if summed else contextlib.nullcontext():
+    with float32_loss(x) if summed else contextlib.nullcontext():
         loss = local(x, w, b, y, gamma, weight, "sum" if summed else reduction, group)
     found, stats = loss if isinstance(loss, tuple) else (loss, None)
     if summed:
@@ -174,7 +173,7 @@ def loss_of_elements_over_mesh(
     given = [parameter_over_mesh(parameter, mesh, input.shape, placements) for parameter in parameters]
     weight = parameter_over_mesh(weight, mesh, input.shape, placements)
     summed = reduction == "mean" and any(placement.is_shard() for placement in placements)
-    with _float32_loss(z) if summed else contextlib.nullcontext():
+    with float32_loss(z) if summed else contextlib.nullcontext():
         loss = local(z, y, given, weight, "sum" if summed else reduction, ignore_index)
     if not summed:
         return _placed(loss, reduction, mesh, placements, input.shape)
@@ -288,16 +287,6 @@ def _labels_of_slice(op: str, labels: Tensor, input: Any, class_dim: int, ignore
     here = torch.where((here >= 0) & (here < shape[class_dim]), here, shape[class_dim])
     # -1 is out of range and not ignored, so the kernel makes the row NaN.
     return torch.where(labels == ignore_index, -100, torch.where(wrong, -1, here))
-
-
-@contextlib.contextmanager
-def _float32_loss(z: Tensor) -> Any:
-    """Autocast for half-precision logits, so that the sum behind a mean is float32."""
-    if z.dtype in HALVES and not autocast_is_on(z.device.type):
-        with torch.autocast(z.device.type, dtype=z.dtype):
-            yield
-    else:
-        yield
 
 
 def _whole(value: Any) -> Any:

@@ -103,6 +103,21 @@ def test_it_is_the_focal_loss_of_the_logits(name, model, batch):
             assert_close(model(**batch, num_items_in_batch=7).loss * 7, expected * int((labels != -100).sum()))
 
 
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_have_a_float32_loss(dtype, linear):
+    """The losses of the 28,000 tokens sum to more than the largest float16."""
+    model = causal_model().to(dtype).train()
+    ids = tokens(4000)[0]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids == 1, -100)}
+    expected = model(**batch).loss.detach()
+    with use_focal_loss(model, 0.0, linear=linear):
+        loss, found = loss_and_gradients(model, **batch)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
+
+
 @pytest.mark.parametrize("make", [bert, llama])
 def test_several_labels_per_row(make):
     model = make("SequenceClassification", num_labels=3, problem_type="multi_label_classification")
