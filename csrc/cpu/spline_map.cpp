@@ -99,14 +99,6 @@ bool is_narrow(const SplineMapForward& args) {
   return factor * of.farthest + of.largest <= kNarrowLargest && factor + of.steepest <= kNarrowSteepest;
 }
 
-// Whether a logit is -inf.
-FK_VECTOR_CLONES bool has_impossible(const float* z, int64_t n) {
-  int found = 0;
-#pragma omp simd reduction(| : found)
-  for (int64_t i = 0; i < n; ++i) found |= z[i] == static_cast<float>(kMinusInfinity);
-  return found != 0;
-}
-
 // Whether the rows are side by side in the row layout, or many enough to be transposed.
 bool is_transposed(const SplineTile& t) { return !t.column || (t.n_rows >= 4 && t.classes >= 4); }
 

@@ -82,6 +82,14 @@ struct NarrowTops {
   }
 };
 
+// Whether a logit is -inf.
+FK_VECTOR_CLONES inline bool has_impossible(const float* z, int64_t n) {
+  int found = 0;
+#pragma omp simd reduction(| : found)
+  for (int64_t i = 0; i < n; ++i) found |= z[i] == static_cast<float>(kMinusInfinity);
+  return found != 0;
+}
+
 // Writes E to t.e, and the sum of all but the largest to t.rest: NaN for a row without a result.
 template <typename Logit>
 struct NarrowExponents {
