@@ -90,7 +90,7 @@ FK_VECTOR_CLONES inline bool has_impossible(const float* z, int64_t n) {
   return found != 0;
 }
 
-// Writes E to t.e, and the sum of all but the largest to t.rest: NaN for a row without a result.
+// Writes E to t.f, and the sum of all but the largest to t.rest: NaN for a row without a result.
 template <typename Logit>
 struct NarrowExponents {
   template <int64_t bytes>
@@ -112,7 +112,7 @@ struct NarrowExponents {
       for (int64_t r = 0; r < narrow_rows_end<n>(t); r += n) {
         const Reals top = load_simd<Reals>(t.top + r);
         Reals sum = spread<Reals>(-1.0);
-        double* const e = t.e;
+        double* const e = t.f;
         for (int64_t i = r; i < end; i += kSplineTileRows) {
           sum += write(narrow_logits<n>(z + i), top, e + i);
         }
@@ -123,7 +123,7 @@ struct NarrowExponents {
     const int64_t whole = t.classes / n * n, left = t.classes - whole;
     for (int64_t r = 0; r < t.n_rows; ++r, z += narrow_stride<Logit>(t)) {
       const Reals top = spread<Reals>(t.top[r]);
-      double* const to = t.e + r * t.inner;
+      double* const to = t.f + r * t.inner;
       Reals sum{};
 #pragma GCC unroll 2
       for (int64_t c = 0; c < whole; c += n) sum += write(narrow_logits<n>(z + c), top, to + c);
@@ -182,11 +182,11 @@ struct NarrowScores {
     const auto p_of = [&](const double* e, const NarrowRows<n>& row) __attribute__((always_inline)) {
       return lanes_cast<Reals>(lanes_cast<Words>(Lanes::fma(load_simd<Reals>(e), row.scale, row.floor)) & kept);
     };
-    // Replaces the logarithms x at f by the scores, for two vectors with one test.
-    const auto write_two = [&](const double* e, double* f, int64_t step, const NarrowRows<n>& row)
+    // Replaces P at f by the scores, for two vectors with one test; x: log P.
+    const auto write_two = [&](const double* logs, double* f, int64_t step, const NarrowRows<n>& row)
                                __attribute__((always_inline)) {
-                                 const Reals p[] = {load_simd<Reals>(e), load_simd<Reals>(e + step)};
-                                 const Reals x[] = {load_simd<Reals>(f), load_simd<Reals>(f + step)};
+                                 const Reals p[] = {load_simd<Reals>(f), load_simd<Reals>(f + step)};
+                                 const Reals x[] = {load_simd<Reals>(logs), load_simd<Reals>(logs + step)};
                                  const Reals larger = Lanes::max(p[0], p[1]);
                                  Reals value[2];
                                  if (curve.are_on_line(larger)) {
@@ -203,24 +203,25 @@ struct NarrowScores {
                                  for (int k = 0; k < 2; ++k)
                                    store_simd(Lanes::fma(x[k], factor, value[k]), f + k * step);
                                };
-    // Writes the scores of the exponentials at e to f, and overwrites e. A vector needs about a hundred cycles, and the
-    // processor overlaps more vectors of short loops than of one long loop.
-    const auto write_scores = [&](auto is_mixed, double* e, double* f, int64_t end, int64_t step,
+    // Replaces the exponentials at f by the scores. log P is at t.e, which stays in the first-level cache. A vector
+    // needs about a hundred cycles, and the processor overlaps more vectors of short loops than of one long loop.
+    const auto write_scores = [&](auto is_mixed, double* f, int64_t end, int64_t step,
                                   const NarrowRows<n>& row) __attribute__((always_inline)) {
+      double* const logs = t.e;
       constexpr bool kMixed = is_mixed, kStoresOdds = kMixed || Lanes::kIsAvx512;
 #pragma GCC unroll 2
       for (int64_t i = 0; i < end; i += step) {
-        const Reals p = p_of(e + i, row), x = narrow_logarithms<n>(p);
-        store_simd(x, f + i);
-        store_simd(kStoresOdds ? narrow_log_odds<n, kMixed>(p, x, row) : p, e + i);
+        const Reals p = p_of(f + i, row), x = narrow_logarithms<n>(p);
+        store_simd(x, logs + i);
+        store_simd(kStoresOdds ? narrow_log_odds<n, kMixed>(p, x, row) : p, f + i);
       }
       int64_t i = 0;
       if constexpr (!kStoresOdds) {
-        for (; i + step < end; i += 2 * step) write_two(e + i, f + i, step, row);
+        for (; i + step < end; i += 2 * step) write_two(logs + i, f + i, step, row);
       }
 #pragma GCC unroll 2
       for (; i < end; i += step) {
-        const auto x = load_simd<Reals>(f + i), found = load_simd<Reals>(e + i);
+        const auto x = load_simd<Reals>(logs + i), found = load_simd<Reals>(f + i);
         const Reals u = kStoresOdds ? found : narrow_log_odds<n>(found, x, row);
         const auto at = kMixed && Lanes::kIsAvx512 ? curve.template at<kSplineTables>(u) : curve(u);
         store_simd(Lanes::fma(x, factor, at.value), f + i);
@@ -244,7 +245,7 @@ struct NarrowScores {
         double* const f = t.f + r;
         Reals all = nothing;
         ahead.fetch(r * t.classes, std::min(r + n, t.n_rows) * t.classes);
-        write_scores(std::true_type(), t.e + r, f, end - r, kSplineTileRows, rows);
+        write_scores(std::true_type(), f, end - r, kSplineTileRows, rows);
 #pragma GCC unroll 2
         for (int64_t i = 0; i < end - r; i += kSplineTileRows) write(f + i, z + r + i, all);
         store_simd(all, of_rows + r);
@@ -255,14 +256,13 @@ struct NarrowScores {
     const int64_t whole = t.classes / n * n, left = t.classes - whole;
     for (int64_t r = 0; r < t.n_rows; ++r, z += narrow_stride<Logit>(t)) {
       const NarrowRows<n> row{spread<Reals>(t.inverse[r]), floor, spread<Reals>(t.shared[r])};
-      double* const e = t.e + r * t.inner;
       double* const f = t.f + r * t.inner;
       Reals all = nothing;
       for (int64_t c = 0; c < t.classes; c += kNarrowBlock) {
         const int64_t end = std::min(kNarrowBlock, t.classes - c), whole_end = std::min(c + kNarrowBlock, whole);
         ahead.fetch(r * t.classes + c, r * t.classes + c + end);
-        is_mixed ? write_scores(std::true_type(), e + c, f + c, end, n, row)
-                 : write_scores(std::false_type(), e + c, f + c, end, n, row);
+        is_mixed ? write_scores(std::true_type(), f + c, end, n, row)
+                 : write_scores(std::false_type(), f + c, end, n, row);
 #pragma GCC unroll 2
         for (int64_t i = c; i < whole_end; i += n) write(f + i, z + i, all);
       }
