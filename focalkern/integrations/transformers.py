@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -133,7 +134,8 @@ def use_focal_loss(
             several: Tensor = SigmoidFocalLoss(float(gamma), reduction="mean")(logits, labels.to(logits.device))  # type: ignore[arg-type]
             return several
         if kind in _NEXT_TOKEN:
-            labels = kwargs.get("shift_labels", torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100))
+            shifted = kwargs.get("shift_labels")
+            labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100) if shifted is None else shifted
         labels = labels.reshape(-1).to(logits.device)
         rows = logits.reshape(-1, logits.shape[-1])
         with float32_loss(rows):  # as the model's own loss; the sum of many tokens exceeds float16
@@ -281,7 +283,7 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     The callback reads the logits of the evaluation's forward passes. It adds three numbers to the result of
     ``trainer.evaluate()`` and to the last entry of ``trainer.state.log_history``: the mean negative log-likelihood in
     nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature above 1 means
-    that the model is over-confident.
+    that the model is over-confident. NaN logits make all three NaN.
 
     Args:
         n_bins: bins of the ECE.
@@ -289,7 +291,8 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
             target is a token, and its logits take 4 C bytes.
 
     Raises:
-        TypeError, ValueError: ``n_bins`` or ``max_samples`` is not a positive integer.
+        TypeError, ValueError: ``n_bins`` or ``max_samples`` is not a positive integer. An evaluation raises ValueError
+            for regression and for several labels per row.
 
     Example:
         >>> from focalkern.integrations.transformers import CalibrationCallback
@@ -319,20 +322,32 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
         logits = torch.cat([kept for kept, _ in self._kept])[: self.max_samples]
         labels = torch.cat([kept for _, kept in self._kept])[: self.max_samples]
         self._kept = []
-        scaling = TemperatureScaling().fit_quietly(logits, labels)
-        self.results = {
-            "eval_nll": float(nll(logits.log_softmax(-1), labels, log=True)),
-            "eval_ece": float(expected_calibration_error(logits.softmax(-1), labels, n_bins=self.n_bins)),
-            "eval_temperature": float(scaling.temperature_),
-        }
+        log_probs = logits.log_softmax(-1)
+        figures = [math.nan] * 3  # of a training that has diverged, which goes on
+        if not bool(log_probs.isnan().any()):
+            figures = [
+                float(nll(log_probs, labels, log=True)),
+                float(expected_calibration_error(logits.softmax(-1), labels, n_bins=self.n_bins)),
+                float(TemperatureScaling().fit_quietly(logits, labels).temperature_),
+            ]
+        self.results = dict(zip(("eval_nll", "eval_ece", "eval_temperature"), figures, strict=True))
         metrics.update(self.results)
         if state.log_history:
             state.log_history[-1].update(self.results)
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        self._kept = []  # the rows of trainer.predict() are of no evaluation
 
     def _see(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         labels, logits = kwargs.get("labels"), getattr(output, "logits", None)
         if model.training or labels is None or logits is None:
             return
+        if labels.is_floating_point() or logits.shape[-1] < 2:
+            raise ValueError(
+                "CalibrationCallback: labels must be classes, for logits of at least two classes, got labels of "
+                f"{labels.dtype} and logits of shape {list(logits.shape)}; leave the callback out for regression and "
+                "for several labels per row"
+            )
         if getattr(model, "loss_type", None) in _NEXT_TOKEN:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         logits, labels = logits.detach().reshape(-1, logits.shape[-1]), labels.reshape(-1)

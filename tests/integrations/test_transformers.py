@@ -83,6 +83,8 @@ def test_gamma_0_is_the_models_own_loss(name, model, batch):
     loss, expected = loss_and_gradients(model, **batch)
     with use_focal_loss(model, 0.0):
         focal, found = loss_and_gradients(model, **batch)
+        if name.startswith("causal"):
+            assert_close(model(**batch, shift_labels=None).loss, loss)
     assert_close(focal, loss)
     for ours, theirs in zip(found, expected, strict=True):
         assert_close(ours, theirs)
@@ -207,6 +209,33 @@ def test_callback_tells_the_calibration_of_each_evaluation(tmp_path):
     scaling = fk.TemperatureScaling().fit_quietly(logits, labels)
     assert result["eval_temperature"] == pytest.approx(scaling.temperature_, rel=1e-5)
     assert trainer.state.log_history[-1]["eval_nll"] == result["eval_nll"]
+
+
+def evaluated(callback, model, folder, data):
+    args = transformers.TrainingArguments(folder, report_to=[], use_cpu=True, disable_tqdm=True)
+    return transformers.Trainer(model, args, eval_dataset=data, callbacks=[callback])
+
+
+def test_callback_leaves_predictions_out_and_survives_nan(tmp_path):
+    data, others = ([{"input_ids": row, "labels": row} for row in tokens(n)[0]] for n in (3, 5))
+    callback, model = CalibrationCallback(), causal_model()
+    trainer = evaluated(callback, model, tmp_path, data)
+    expected = trainer.evaluate()["eval_nll"]
+    trainer.predict(others)
+    assert trainer.evaluate()["eval_nll"] == expected
+    torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    result = trainer.evaluate()
+    assert all(result[name] != result[name] for name in ("eval_nll", "eval_ece", "eval_temperature"))
+
+
+@pytest.mark.parametrize(
+    ("n_labels", "problem", "labels"), [(3, "multi_label_classification", [1.0, 0.0, 1.0]), (1, "regression", 0.5)]
+)
+def test_callback_is_for_classes(n_labels, problem, labels, tmp_path):
+    model = llama("SequenceClassification", num_labels=n_labels, problem_type=problem)
+    data = [{"input_ids": row, "labels": labels} for row in tokens()[0]]
+    with pytest.raises(ValueError, match=r"CalibrationCallback: labels must be classes.* leave the callback out"):
+        evaluated(CalibrationCallback(), model, tmp_path, data).evaluate()
 
 
 def with_adapter(model, target):
