@@ -83,6 +83,10 @@ class SoftReader {
     if (across) {
       run_in_widest<LargestOfColumns>(columns, padded_, tile);
     } else {
+      if (args.classes < 2 * kBlock) {
+        if (!exponentials) exponentials.reset(new Real[std::max(kBlock, args.classes)]);
+        for (int64_t r = 0; r < n; ++r) rows.e[r] = exponentials.get() + r * args.classes;
+      }
       run_in_widest<LargestOfRows>(rows, n, tile);
     }
   }
@@ -138,6 +142,7 @@ class SoftReader {
   }
 
   std::unique_ptr<Real[]> memory_of_logits, memory_of_targets, memory_of_grads, memory_of_target_grads;
+  std::unique_ptr<Real[]> exponentials;  // of a tile along classes: count(row, row_end) rows
 
   // Scratch memory for a tile that must be copied.
   Real* scratch(std::unique_ptr<Real[]>& memory) const {
@@ -212,6 +217,7 @@ class SoftReader {
     } else {
       std::fill_n(rows.target, n, constants<Real>().zeros);
     }
+    std::fill_n(rows.e, n, nullptr);
     std::fill_n(rows.grad, n, nullptr);
     std::fill_n(rows.grad_target, n, nullptr);
   }

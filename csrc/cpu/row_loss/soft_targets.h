@@ -4,11 +4,11 @@
 //   focal: L = -sum_i w_i t_i f(p_i) log p_i,  a = w t c(p)
 //
 // The forward pass reads a row three times while it is in a cache: for the largest logit m, for the sum of
-// exponentials, and for the terms of the classes. It saves [3 or 4, rows] = (m, rest, others): rest is the sum of
-// e^(z_j - m) over all classes but the largest, and others is the sum of a_j over all classes except one above
-// kUnlikely. The backward pass then reads a row once and writes its gradient. Vectors run along the classes of a row,
-// or across rows if classes are few or rows adjacent (soft_targets_across.h). Half-precision logits are first copied to
-// float.
+// exponentials, and for the terms of the classes; rows of fewer than 2 kBlock classes keep their exponentials for the
+// terms. It saves [3 or 4, rows] = (m, rest, others): rest is the sum of e^(z_j - m) over all classes but the largest,
+// and others is the sum of a_j over all classes except one above kUnlikely. The backward pass then reads a row once and
+// writes its gradient. Vectors run along the classes of a row, or across rows if classes are few or rows adjacent
+// (soft_targets_across.h). Half-precision logits are first copied to float.
 #pragma once
 
 #include <algorithm>

@@ -20,6 +20,7 @@ template <typename Real>
 struct SoftRows {
   int64_t classes;
   const Real* z[kTileRows];
+  Real* e[kTileRows];             // e^(z - max), or null: rows of fewer than 2 kBlock classes, in the forward pass
   const Real* target[kTileRows];  // or null
   Real* grad[kTileRows];          // or null
   Real* grad_target[kTileRows];   // or null
@@ -38,36 +39,40 @@ struct SharesOfRow {
   }
 };
 
-// The sum of e^(z_j - max) over all classes but one at the maximum. If several classes are at the maximum, the sum
-// leaves out any one of them.
+// Writes e^(z_j - max), and returns its sum over all classes but one at the maximum. If several classes are at the
+// maximum, the sum leaves out any one of them.
 template <int64_t n, typename Real>
-FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real max, const SoftTile<Real>& tile) {
+FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real max, const SoftTile<Real>& tile,
+                                           Real* to) {
   using Reals = simd_t<Real, n>;
   const Reals most = spread<Reals>(-tile.exp_zero[0]), shift = spread<Reals>(max), one = spread<Reals>(Real(1));
   Reals all{}, part{}, at_max{};
-  const auto add = [&](const Reals& v) __attribute__((always_inline)) {
-    const ScaledExponential<Reals> e = exponential_of_fall(Reals(shift - v), most);
+  const auto add = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
+    const ScaledExponential<Reals> parts = exponential_of_fall(Reals(shift - v), most);
+    const Reals e = parts.mantissa * parts.scale;
+    store_simd(e, to + j);
     if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
-      const Reals product = e.mantissa * e.scale;
-      part = v != shift ? part + product : part;
+      part = v != shift ? part + e : part;
     } else {
-      part += e.mantissa * (v != shift ? e.scale : Reals{});
+      part += v != shift ? e : Reals{};
     }
     at_max = v == shift ? at_max + one : at_max;
   };
   const int64_t whole = classes & -n;
   for (int64_t j = 0; j < whole;) {
     const int64_t stop = std::min(whole, j + kPart * n);
-    for (; j < stop; j += n) add(load_simd<Reals>(z + j));
+    for (; j < stop; j += n) add(load_simd<Reals>(z + j), j);
     all += part;
     part = Reals{};
   }
   Real again = 1;
   if (whole < classes) {
     // Classes that were added before are set to the maximum, and their number is subtracted at the end.
-    const Real done = static_cast<Real>(n - (classes - whole));
-    const Reals first = load_simd<Reals>(tile.first), v = load_simd<Reals>(z + classes - n);
-    add(Reals(first < spread<Reals>(done) ? shift : v));
+    const int64_t begin = classes - n;
+    const Real done = static_cast<Real>(whole - begin);
+    const Reals first = load_simd<Reals>(tile.first), before = load_simd<Reals>(to + begin);
+    add(Reals(first < spread<Reals>(done) ? shift : load_simd<Reals>(z + begin)), begin);
+    store_simd(Reals(first < spread<Reals>(done) ? before : load_simd<Reals>(to + begin)), to + begin);
     all += part;
     again += done;
   }
@@ -84,7 +89,7 @@ struct LargestOfRows {
       double rest = 0;
       const int64_t blocks = std::max<int64_t>(1, rows.classes / kBlock);  // the last block also takes the remainder
       if (blocks == 1) {
-        rest = sum_exp_beside_largest<n>(z, rows.classes, max, tile);
+        rest = sum_exp_beside_largest<n>(z, rows.classes, max, tile, rows.e[r]);
       } else {
         const int64_t top = first_equal(z, rows.classes, max);
         for (int64_t block = 0; block < blocks; ++block) {
@@ -124,14 +129,15 @@ struct SoftSumsOfRows {
     const auto fold = [](const Reals& v) { return static_cast<double>(fold_lanes(v, Sum{})); };
     const Reals one_share = spread<Reals>(kLabelApart<Loss> ? shares.spread : Real(1));
     for (int64_t r = 0; r < n_rows; ++r) {
-      const Real* z = rows.z[r];
+      const Real *z = rows.z[r], *e = rows.e[r];
       const auto lanes = lanes_of_row<Loss, Gammas, n>(tile, r, epsilon, detached, table);
       const SharesOfRow<n, Real> share{rows.target[r], tile.target_step, shares};
       [[maybe_unused]] const Ints label = spread<Ints>(tile.label[r]);
       [[maybe_unused]] Ints index = load_simd<Ints>(kFirst<Int>);
       SoftSums<kGamma, Reals, double> sums;
       const auto terms_of = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
-        ClassTerms<Reals> terms = lanes.at(v, kUniform ? one_share : share.at(j)).terms;
+        const Reals of_share = kUniform ? one_share : share.at(j);
+        ClassTerms<Reals> terms = (e ? lanes.at(v, load_simd<Reals>(e + j), of_share) : lanes.at(v, of_share)).terms;
         leave_out(v == lanes.likely, terms);
         if constexpr (kUniform && kLabelApart<Loss>) leave_out_by_bits(index == label, terms);
         return terms;

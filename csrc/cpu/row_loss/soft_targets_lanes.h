@@ -185,9 +185,11 @@ struct SoftLanes {
     ClassTerms<Reals> terms;
   };
   FK_HOST_DEVICE Class at(const Reals& v, const Reals& share) const {
-    const Reals fall = max - v;
-    const ScaledExponential<Reals> parts = exponential_of_fall(fall, most);
-    const Reals e = parts.mantissa * parts.scale, p = e * inv_sum_exp;
+    const ScaledExponential<Reals> parts = exponential_of_fall(Reals(max - v), most);
+    return at(v, Reals(parts.mantissa * parts.scale), share);
+  }
+  FK_HOST_DEVICE Class at(const Reals& v, const Reals& e, const Reals& share) const {
+    const Reals fall = max - v, p = e * inv_sum_exp;
     if constexpr (kLabelApart<Loss>) {
       return {e, Loss::unlikely_terms(p, Reals(fall + log_s), gammas.at(p), epsilon, share)};
     } else {
