@@ -21,7 +21,7 @@ constexpr double kNarrowLargest = 600;    // of a score: its exponential needs n
 constexpr double kNarrowSteepest = 8;     // of a score in x: the result then has an error of 2.5e-8
 constexpr double kNarrowFloor = 0x1p-24;  // smallest e: the sum without the largest class then keeps its digits
 constexpr int64_t kNarrowMixed = 128;     // classes of a row of which many vectors have a P above kSplineSmall
-constexpr int64_t kNarrowBlock = 512;     // classes of a row that stay in the first-level cache from loop to loop
+constexpr int64_t kNarrowBlock = 256;     // classes of a row that stay in the first-level cache from loop to loop
 constexpr double kNarrowLowest = -1000;   // lower binary logarithms count as this
 
 // Logits in memory: those of a tile, with padding of -inf, or floats of the input, which the row layout reads where
