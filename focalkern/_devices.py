@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = [
     "on_device",
     "one_thread",
     "where_float64",
+    "without_autocast",
 ]
 
 # Types of devices without float64, and of those without autocast, for which torch.is_autocast_enabled would raise.
@@ -57,6 +59,11 @@ def as_parameter(parameter: Tensor, like: Tensor) -> Tensor:
 def autocast_is_on(device_type: str) -> bool:
     """Whether torch.autocast is on for this type of device."""
     return device_type not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Matrix products keep the dtype of their factors. Without autocast it does nothing, also in exported graphs."""
+    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -147,7 +147,9 @@ def bias_floor(
         integer(op, "n_bins", n_bins, 1, MOST_BINS),
         integer(op, "seed", seed, 0),
     )
-    floors: dict[str, Tensor] = {figure: torch.empty(n_resamples, dtype=torch.float64) for figure in figures}
+    floors: dict[str, Tensor] = {
+        figure: torch.empty(n_resamples, dtype=torch.float64, device="cpu") for figure in figures
+    }
     if probs is not None:
         probs = as_probs(op, probs)
         if probs.dim() != 2:

@@ -270,8 +270,8 @@ def paired_bootstrap(
     one_of(op, "method", method, METHODS)
     log = flag(op, "log", log)
     progress = None if progress is None else flag(op, "progress", progress)
-    estimates = torch.empty(len(names), len(figures), dtype=torch.float64)
-    replicates = torch.empty(len(names), len(figures), n_resamples, dtype=torch.float64)
+    estimates = torch.empty(len(names), len(figures), dtype=torch.float64, device="cpu")
+    replicates = torch.empty(len(names), len(figures), n_resamples, dtype=torch.float64, device="cpu")
     n_samples = None
     bar = ProgressBar(len(names) * n_resamples, "bootstrap", "resample", progress)
     with bar:

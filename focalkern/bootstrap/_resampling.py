@@ -192,7 +192,7 @@ def resample_weights(n_samples: int, resamples: range, seed: int) -> Tensor:
 
     Every resample has its own random stream, so it does not depend on the division into blocks.
     """
-    result = torch.zeros(len(resamples), n_samples, dtype=torch.float64)
+    result = torch.zeros(len(resamples), n_samples, dtype=torch.float64, device="cpu")
     if n_samples:
         for row, resample in zip(result.numpy(), resamples, strict=True):
             drawn = np.random.default_rng((seed, resample)).integers(n_samples, size=n_samples)
@@ -202,7 +202,7 @@ def resample_weights(n_samples: int, resamples: range, seed: int) -> Tensor:
 
 def uniform_draws(n_samples: int, resamples: range, seed: int) -> Tensor:
     """[R, N] float64 on the CPU, in [0, 1)."""
-    result = torch.empty(len(resamples), n_samples, dtype=torch.float64)
+    result = torch.empty(len(resamples), n_samples, dtype=torch.float64, device="cpu")
     for row, resample in zip(result.numpy(), resamples, strict=True):
         np.random.default_rng((seed, resample)).random(out=row)
     return result

@@ -214,8 +214,8 @@ class AutoCalibrator(FitsBatches):
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         if isinstance(self.calibrator_, Calibrator):
-            result = self.calibrator_.predict_log_proba(input) if log else self.calibrator_.predict_proba(input)
-            return torch.as_tensor(result)
+            result: Tensor = self.calibrator_.predict_log_proba(input) if log else self.calibrator_.predict_proba(input)
+            return result
         flat = log_proba(self.calibrator_, input.reshape(-1, input.shape[-1])).reshape(input.shape)
         return flat if log else flat.exp()
 
@@ -227,7 +227,7 @@ class AutoCalibrator(FitsBatches):
 
     def _predicted(self, input: Tensor) -> Tensor:
         if isinstance(self.calibrator_, Calibrator):
-            return torch.as_tensor(self.calibrator_.predict(input))
+            return torch.as_tensor(self.calibrator_.predict(input), device=input.device)
         return self._apply(input, log=True).argmax(-1)
 
     def _document(self) -> dict[str, Any]:

@@ -100,8 +100,11 @@ class BrierOfRows:
     """
 
     def __init__(self, input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None) -> None:
-        self.input, self.target, self.input_kind, self.weight = input, target, input_kind, weight
+        self.input_kind = input_kind
+        self.input, self.target = _ordinary(input), _ordinary(target)
+        self.weight = None if weight is None else _ordinary(weight)
 
+    @torch.inference_mode(False)
     def __call__(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         values = [math.expm1(point[0]) if len(point) == 2 else 0.0, math.exp(point[-1])]
         gamma, temperature = (
@@ -127,3 +130,9 @@ class BrierOfRows:
             self.input.split(rows), self.target.split(rows), shares.split(rows), strict=True
         ):
             yield block.to(torch.float64), labels.unsqueeze(-1), part
+
+
+@torch.inference_mode(False)
+def _ordinary(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one from torch.inference_mode(), of which autograd would compute no derivative."""
+    return tensor.clone() if tensor.is_inference() else tensor

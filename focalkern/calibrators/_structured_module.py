@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._devices import without_autocast
 from focalkern._types import InputKind
 from focalkern.calibrators._inputs import cannot_occur, floored, widened
 from focalkern.calibrators._modules import RowMap, exports_to_onnx
@@ -84,7 +85,8 @@ class StructuredLogProbs(RowMap):
         features = self.features(input)
         weight, bias = self.weight.to(features), self.bias.to(features)
         is_vector = weight.dim() == 1
-        scores = torch.addcmul(bias, features, weight) if is_vector else F.linear(features, weight, bias)
+        with without_autocast(features.device.type):
+            scores = torch.addcmul(bias, features, weight) if is_vector else F.linear(features, weight, bias)
         return scores.masked_fill(cannot_occur(input, self.input_kind), -math.inf)
 
     def finished(self, scores: Tensor, *, log: bool) -> Tensor:

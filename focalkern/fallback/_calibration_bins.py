@@ -40,7 +40,7 @@ def _ordered(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
         return ordered, correct.double()[order]
     # One integer key per sample: the bits of the confidence (non-negative floats have the order of their bits), then
     # the row and the correctness. numpy sorts the keys several times faster than torch sorts with an index.
-    rows = torch.arange(confidence.shape[-1])
+    rows = torch.arange(confidence.shape[-1], device="cpu")
     bits = confidence.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
     keys = bits.bitwise_or_(rows * 2 + correct).numpy()
     keys.sort(axis=-1)

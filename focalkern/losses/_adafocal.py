@@ -225,7 +225,8 @@ class AdaFocalLoss(FocalFamily):
                 correct.append(batch[1])
             except (TypeError, ValueError, IndexError) as error:
                 problem = error
-        parts = (torch.cat([torch.empty(0), *confidence]), torch.cat([torch.empty(0, dtype=torch.bool), *correct]))
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        parts = (torch.cat([none, *confidence]), torch.cat([none.bool(), *correct]))
         if distributed and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             parts, problem = _gather(parts, problem, group)
         if problem is not None:
@@ -277,7 +278,7 @@ class AdaFocalLoss(FocalFamily):
         edges = _statistics(op, "bin_edges", bin_edges, self.n_bins + 1)
         _check_edges(op, edges)
         count = None
-        full = torch.ones(self.n_bins, dtype=torch.bool)
+        full = torch.ones(self.n_bins, dtype=torch.bool, device="cpu")
         if counts is not None:
             numbers = _statistics(op, "counts", counts, self.n_bins)
             if not bool(((numbers >= 0) & (numbers == numbers.floor()) & numbers.isfinite()).all()):

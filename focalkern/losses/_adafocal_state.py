@@ -41,11 +41,11 @@ class AdaFocalRecord:
 
 
 def packed(n_bins: int, history: list[AdaFocalRecord], confidence: list[Tensor], correct: list[Tensor]) -> Tensor:
-    waiting = torch.cat([torch.empty(0), *confidence])
+    waiting = torch.cat([torch.empty(0, dtype=torch.float32, device="cpu"), *confidence])
     header = (_FORMAT, n_bins, len(history), len(waiting), waiting.dtype == torch.float64)
-    parts = [torch.tensor(header)]
+    parts = [torch.tensor(header, device="cpu")]
     for record in history:
-        count = torch.full((n_bins,), -1) if record.count is None else record.count
+        count = torch.full((n_bins,), -1, device="cpu") if record.count is None else record.count
         parts += [record.bin_edges, record.confidence, record.accuracy, count, record.bin_gammas]
     parts += [waiting, *correct]
     return torch.cat([part.to(torch.float64) for part in parts]).view(torch.uint8)

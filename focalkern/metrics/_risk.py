@@ -209,8 +209,8 @@ def _accepted(op: str, given: MetricInput, ignore_index: int | None) -> tuple[Te
 
 def _log_tail(n: int, e: int, p: float) -> float:
     """log P(Bin(n, p) <= e)."""
-    k = torch.arange(e + 1, dtype=torch.float64)
-    whole = torch.tensor(float(n), dtype=torch.float64)
+    k = torch.arange(e + 1, dtype=torch.float64, device="cpu")
+    whole = torch.tensor(float(n), dtype=torch.float64, device="cpu")
     ways = torch.lgamma(whole + 1) - torch.lgamma(k + 1) - torch.lgamma(whole - k + 1)
     return float(torch.logsumexp(ways + k * math.log(p) + (whole - k) * math.log1p(-p), 0))
 

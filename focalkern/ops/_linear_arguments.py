@@ -187,10 +187,10 @@ def gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor 
             raise ValueError(f"{_OP}: gamma must be on the device of input, {input.device}, got {gamma.device}")
         return None, gamma
     if torch.compiler.is_compiling():
-        return None, torch.zeros((), dtype=torch.float64) + gamma
+        return None, torch.zeros((), dtype=torch.float64, device="cpu") + gamma
     found = finite(_OP, "gamma", gamma, "a number, a tensor or a GammaTable")
     warn_if_steep(_OP, found, stacklevel=4)
-    return None, torch.tensor(found, dtype=torch.float64)
+    return None, torch.tensor(found, dtype=torch.float64, device="cpu")
 
 
 def check_gamma_shape(gamma: Tensor, edges: Tensor | None, rows: list[int]) -> None:

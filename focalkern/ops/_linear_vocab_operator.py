@@ -85,7 +85,7 @@ def _through_operator(
         edges, gamma = gamma.edges, gamma.gammas.detach()
     elif not isinstance(gamma, Tensor):
         # A tensor, not a constant of the graph, so that another value does not compile again.
-        gamma = torch.zeros((), dtype=torch.float64) + gamma
+        gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
     else:
         gamma = tensors.gamma if tensors.gamma is not None else gamma
     needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors[:4]]

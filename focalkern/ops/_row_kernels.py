@@ -270,7 +270,7 @@ def losses_of_margins(
         gamma = gamma.double()
         gamma = gamma.expand(len(d)) if needs_gamma else gamma
     else:
-        gamma = torch.tensor(gamma, dtype=torch.float64)
+        gamma = torch.tensor(gamma, dtype=torch.float64, device="cpu")
     first = torch.zeros(len(d), dtype=torch.int64, device=device)
     block = Block(torch.stack([-d, torch.zeros_like(d)], dim=1), first, gamma.detach(), edges)
     losses, saved = losses_of_rows(block, settings)
@@ -285,7 +285,7 @@ _FAR = 1e4
 
 
 def _cross_entropy(logits: Tensor, label: Tensor) -> Block:
-    return Block(logits, label, torch.zeros((), dtype=torch.float64))
+    return Block(logits, label, torch.zeros((), dtype=torch.float64, device="cpu"))
 
 
 def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:

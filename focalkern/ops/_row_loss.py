@@ -167,7 +167,7 @@ def call_operator(
     operators."""
     if not isinstance(gamma, Tensor):
         # A tensor, not a constant of the graph, so that another value does not compile again.
-        gamma = torch.zeros((), dtype=torch.float64) + gamma
+        gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
     device_type = input.device.type
     is_half = input.dtype in HALVES
     float32_loss = is_half and autocast_is_on(device_type)

@@ -80,7 +80,7 @@ class Terms(NamedTuple):
         if isinstance(values, GammaTable):
             edges, values = values.edges, values.gammas.detach()
         elif not isinstance(values, Tensor):
-            values = torch.zeros((), dtype=torch.float64) + values  # not a constant of the graph
+            values = torch.zeros((), dtype=torch.float64, device="cpu") + values  # not a constant of the graph
         needs_gamma = needs_gamma and not settings.detach_modulation  # the derivative of a constant is 0
         return cls(values, edges, needs_gamma, settings.kind, settings.label_smoothing, settings.detach_modulation)
 

@@ -54,8 +54,10 @@ def loss_with_z_loss(
         edges, gamma = gamma.edges, gamma.gammas.detach()
     elif not isinstance(gamma, Tensor):
         # In a graph no constant, so that another value does not compile again.
-        compiling = torch.compiler.is_compiling()
-        gamma = torch.zeros((), dtype=torch.float64) + gamma if compiling else torch.tensor(gamma, dtype=torch.float64)
+        if torch.compiler.is_compiling():
+            gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
+        else:
+            gamma = torch.tensor(gamma, dtype=torch.float64, device="cpu")
     options = (op, kind, REDUCTIONS.index(reduction), ignore_index, label_smoothing, detach_modulation, z_loss)
     found = _LossWithZLoss.apply(input, target, gamma, edges, weight, *options, return_stats)  # type: ignore[no-untyped-call]
     if isinstance(found, Tensor):

@@ -252,7 +252,7 @@ def _axis(name: str, values: Sequence[float] | np.ndarray[Any, Any] | Tensor) ->
             raise ValueError(f"calibration_grid: {name} must have values, got {short(axis)} on the device meta")
     else:
         try:
-            axis = torch.as_tensor(values, dtype=torch.float64)
+            axis = torch.as_tensor(values, dtype=torch.float64, device="cpu")
         except Exception:  # text, gaps, numbers beyond float64, or its class raises something else
             raise TypeError(
                 f"calibration_grid: {name} must be a sequence of numbers or a tensor, got {type(values).__name__}"

@@ -229,7 +229,7 @@ def _parameter(op: str, name: str, value: object, bound: float, domain: str, inp
 
 def _as_tensor(value: float | Tensor) -> Tensor:
     # A tensor, not a constant of a compiled graph, so that another value does not compile again.
-    return value if isinstance(value, Tensor) else torch.zeros((), dtype=torch.float64) + value
+    return value if isinstance(value, Tensor) else torch.zeros((), dtype=torch.float64, device="cpu") + value
 
 
 def _through_dispatcher(

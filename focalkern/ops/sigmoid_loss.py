@@ -294,9 +294,9 @@ def _traced(
         )
     # Tensors, not constants of the graph, so that other values do not compile again.
     if not isinstance(gamma, Tensor):
-        gamma = torch.zeros((), dtype=torch.float64) + gamma
+        gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
     if second is not None and not isinstance(second, Tensor):
-        second = torch.zeros((), dtype=torch.float64) + second
+        second = torch.zeros((), dtype=torch.float64, device="cpu") + second
     is_half = input.dtype in HALVES
     float32_loss = is_half and autocast_is_on(input.device.type)
     options = (kind, constant, reduction, ignore_index, float32_loss)

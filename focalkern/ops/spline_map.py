@@ -212,7 +212,7 @@ def _number(name: str, value: Any) -> Tensor:
         return _on_host(name, value)
     found = number(_OP, name, value, "a number or a tensor")
     # A tensor, not a constant of a compiled graph, so that another value does not compile again.
-    return torch.zeros((), dtype=torch.float64) + found
+    return torch.zeros((), dtype=torch.float64, device="cpu") + found
 
 
 def _vector(name: str, value: Any) -> Tensor:

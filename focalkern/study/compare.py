@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of
+from focalkern._devices import cpu_by_default
 from focalkern._types import CRITERIA, INPUT_KINDS
 from focalkern.calibrators import (
     DEFAULT_GAMMAS,
@@ -152,6 +153,7 @@ def compare_calibrators(
     )
 
 
+@cpu_by_default()
 def run_study(
     validation: LogitSet | Samples,
     test: LogitSet | Samples,

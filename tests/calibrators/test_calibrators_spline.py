@@ -305,7 +305,11 @@ def test_every_device(device):
         assert found.cpu().numpy() == pytest.approx(on_cpu.numpy(), abs=1e-6)
 
 
-@pytest.mark.parametrize("calibrator", [*ALL, fk.TemperatureScaling(), fk.StructuredScaling()], ids=repr)
+@pytest.mark.parametrize(
+    "calibrator",
+    [*ALL, fk.TemperatureScaling(), fk.FocalTemperatureScaling(), fk.StructuredScaling(), fk.AutoCalibrator()],
+    ids=repr,
+)
 def test_rows_stay_on_the_cpu_whatever_the_default_device_is(calibrator):
     """On the meta device numbers have no values, so a number that is made there by mistake raises."""
     logits, target = draw(200, 4)
