@@ -49,7 +49,8 @@ def sigmoid_focal_loss(
         input: logits of any shape [N, C, d1, ...], floating point, in any memory format.
         target: in [0, 1], with the shape of ``input``: hard or soft, floating point, bool or integer (outside of [0, 1]
             the loss is NaN). Or integer labels without the class dimension, [N, d1, ...] for [N, C, d1, ...] and [] for
-            [C]: the class with target 1, all others have target 0; label C is the background, a row of zeros.
+            [C]: the class with target 1, all others have target 0; label C is the background, a row of zeros. So with
+            one class, label 0 has target 1 and label 1 target 0; binary targets go as ``target.view_as(input)``.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: weight of t = 1; t = 0 has 1 - alpha. A number in [0, 1], or a constant floating-point tensor
             broadcastable to ``input``; None (or -1, as in torchvision) for no weights.
