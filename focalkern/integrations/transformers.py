@@ -283,7 +283,8 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     The callback reads the logits of the evaluation's forward passes. It adds three numbers to the result of
     ``trainer.evaluate()`` and to the last entry of ``trainer.state.log_history``: the mean negative log-likelihood in
     nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature above 1 means
-    that the model is over-confident. NaN logits make all three NaN.
+    that the model is over-confident. NaN logits make all three NaN. With several evaluation
+    sets, the names have the prefix of the set, such as ``eval_name_nll``.
 
     Args:
         n_bins: bins of the ECE.
@@ -330,7 +331,8 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
                 float(expected_calibration_error(logits.softmax(-1), labels, n_bins=self.n_bins)),
                 float(TemperatureScaling().fit_quietly(logits, labels).temperature_),
             ]
-        self.results = dict(zip(("eval_nll", "eval_ece", "eval_temperature"), figures, strict=True))
+        prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "eval")
+        self.results = dict(zip((f"{prefix}_nll", f"{prefix}_ece", f"{prefix}_temperature"), figures, strict=True))
         metrics.update(self.results)
         if state.log_history:
             state.log_history[-1].update(self.results)

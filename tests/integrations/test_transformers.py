@@ -228,6 +228,15 @@ def test_callback_leaves_predictions_out_and_survives_nan(tmp_path):
     assert all(result[name] != result[name] for name in ("eval_nll", "eval_ece", "eval_temperature"))
 
 
+def test_each_evaluation_set_has_its_own_figures(tmp_path):
+    sets = {name: [{"input_ids": row, "labels": row} for row in tokens(n)[0]] for name, n in (("a", 3), ("b", 5))}
+    trainer = evaluated(CalibrationCallback(), causal_model(), tmp_path, sets)
+    result = trainer.evaluate()
+    for name in sets:
+        assert result[f"eval_{name}_nll"] == pytest.approx(result[f"eval_{name}_loss"], rel=1e-5)
+    assert "test_ece" in trainer.evaluate(sets["a"], metric_key_prefix="test")
+
+
 @pytest.mark.parametrize(
     ("n_labels", "problem", "labels"), [(3, "multi_label_classification", [1.0, 0.0, 1.0]), (1, "regression", 0.5)]
 )
