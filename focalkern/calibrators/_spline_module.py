@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from focalkern._devices import cpu_by_default
 from focalkern._types import InputKind
 from focalkern.calibrators._modules import RowMap, exports_to_onnx
 from focalkern.calibrators._spline_curve import NaturalSpline, evaluate
@@ -63,7 +64,7 @@ class FlooredLogProbs(RowMap):
     def arguments(self) -> MapArguments:
         """The arguments of the map between the input and ``log``."""
         slope, knots, coefficients, weight, bias = self._curve()
-        parameters = torch.tensor([1 + slope, self.temperature, self.floor], dtype=torch.float64)
+        parameters = torch.tensor([1 + slope, self.temperature, self.floor], dtype=torch.float64, device="cpu")
         is_probs = self.input_kind == "probs"
         keep_zeros = self.masks and not is_probs
         return parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, self.keep_order
@@ -71,7 +72,8 @@ class FlooredLogProbs(RowMap):
     def _curve(self) -> tuple[float, Tensor, Tensor, Tensor | None, Tensor | None]:
         """a, knots, coefficients, weight and bias; without a curve, f = 0."""
         wide = torch.float64
-        return 0.0, torch.arange(2, dtype=wide), torch.zeros(3, 4, dtype=wide), None, None
+        knots, coefficients = (torch.arange(2, dtype=wide, device="cpu"), torch.zeros(3, 4, dtype=wide, device="cpu"))
+        return 0.0, knots, coefficients, None, None
 
     def _plain(self, input: Tensor) -> Tensor:
         """The log-probabilities in torch's own operators, which exporters support."""
@@ -143,6 +145,7 @@ class SplineLogProbs(FlooredLogProbs):
                 self.register_buffer(name, value)
         self._shaped()
 
+    @cpu_by_default()
     def _shaped(self) -> None:
         spline = NaturalSpline(self.knots.cpu())
         for name, value in (

@@ -51,6 +51,17 @@ def test_tensors_on_the_cpu_need_no_other_device(name):
     assert torch.equal(torch.as_tensor(found), expected)
 
 
+@pytest.mark.parametrize(
+    "calibrator", [fk.SplineScaling(), fk.SplineScaling(kind="matrix"), fk.RobustTemperatureScaling()], ids=repr
+)
+def test_modules_of_splines_keep_the_device_of_the_calibrator(calibrator):
+    module = calibrator.fit_quietly(LOGITS, TARGET).as_module()
+    expected = module(LOGITS)
+    with torch.device("meta"):
+        assert torch.equal(module(LOGITS), expected)
+        assert torch.equal(calibrator.as_module()(LOGITS), expected)
+
+
 BRIER = {"search": "brier", "criterion": "brier"}
 
 
