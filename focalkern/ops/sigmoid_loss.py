@@ -223,7 +223,7 @@ def element_loss(
     """The loss number ``kind``; errors name ``op``."""
     scores = None
     if isinstance(target, tuple | list):
-        target, scores = _labels_and_scores(op, input, target)
+        target, scores = _labels_and_scores(op, kind, target)
     if type(input) is not Tensor and is_dtensor(input):
 
         def local(
@@ -261,7 +261,12 @@ def element_loss(
         raise reworded(op, error, input=input, target=target, weight=weight, **parameters) from None
 
 
-def _labels_and_scores(op: str, input: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+def _labels_and_scores(op: str, kind: int, target: Any) -> tuple[Tensor, Tensor]:
+    if kind in (_FOCAL, _ASYMMETRIC):
+        raise TypeError(
+            f"{op}: target must be a tensor, got {type(target).__name__}; labels with scores are a target of "
+            "quality_focal_loss, varifocal_loss, matchability_loss and ia_bce_loss"
+        )
     if len(target) != 2:
         raise ValueError(f"{op}: target must be a tensor, or labels and scores, got {len(target)} values")
     for name, value in zip(("labels", "scores"), target, strict=True):

@@ -130,8 +130,8 @@ def test_scores_outside_of_0_and_1_are_nan(device, name, bad):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x, y, s: fk.sigmoid_focal_loss(x, (y, s)), ValueError, "sigmoid_focal_loss: target must be a tensor"),
-        (lambda x, y, s: fk.asymmetric_loss(x, (y, s)), ValueError, "asymmetric_loss: target must be a tensor"),
+        (lambda x, y, s: fk.sigmoid_focal_loss(x, (y, s)), TypeError, "a tensor, got tuple; labels with scores"),
+        (lambda x, y, s: fk.asymmetric_loss(x, [1, 2]), TypeError, "asymmetric_loss: target must be a tensor, got"),
         (lambda x, y, s: fk.varifocal_loss(x, (y, s, s)), ValueError, "or labels and scores, got 3 values"),
         (lambda x, y, s: fk.varifocal_loss(x, (y, [0.5])), TypeError, "scores of target must be a tensor, got list"),
         (lambda x, y, s: fk.varifocal_loss(x, (s, s)), TypeError, "labels of target must be integer, got torch.float"),
