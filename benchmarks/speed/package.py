@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments: str, folder: Path = ROOT, **environment: str) -> None:
-    subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env={**os.environ, **environment}, check=True, capture_output=True
-    )
+    # An installed package has its bytecode, so imports may write it.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment}
+    subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, check=True, capture_output=True)
 
 
 def build() -> None:
