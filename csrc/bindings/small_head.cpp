@@ -1,4 +1,4 @@
-// Questions that linear_focal_loss asks before a small batch: in Python they would take longer than the kernel.
+// Checks of linear_focal_loss before a small batch. In Python they would take longer than the kernel.
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/python_variable.h>

@@ -1,4 +1,4 @@
-// Registration of the questions of linear_focal_loss about a small batch.
+// Registration of the checks of linear_focal_loss before a small batch.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

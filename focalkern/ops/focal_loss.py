@@ -145,9 +145,9 @@ def focal_loss(
             and on the CPU for labels with ``modulation``, operations for slices of the classes compute both terms in
             one pass over the logits, forward and backward; for smoothing and class probabilities on other devices, and
             under torch.func, the z-loss takes one more pass each.
-        return_stats: return the :class:`LossStats` of the rows too. Labels only. The kernels compute loss and
-            statistics from one read of the logits, also in compiled graphs. Plain torch reads them once more for the
-            statistics. On other devices torch operations compute both in blocks.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. The kernels compute the
+            statistics without another read of the logits, also in compiled graphs. Plain torch reads the logits once
+            more for them. On other devices torch operations compute both in blocks.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under

@@ -29,11 +29,12 @@ using EightDoubles = simd_t<double, 8>;
 FK_AVX512 inline EightDoubles fused(EightDoubles x, EightDoubles y, EightDoubles z) { return _mm512_fmadd_pd(x, y, z); }
 // x times 2 to the integer part of `power`.
 FK_AVX512 inline EightDoubles scaled(EightDoubles x, EightDoubles power) { return _mm512_scalef_pd(x, power); }
-// The last four bits of the first are those of floor(16 x); the second is x - floor(16 x) / 16; |x| < 2^31.
+// Words whose last four bits are those of floor(16 x); |x| < 2^31.
 FK_AVX512 inline simd_t<uint64_t, 8> sixteenths(EightDoubles x) {
   constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
   return lanes_cast<simd_t<uint64_t, 8>>(_mm512_add_round_pd(x, _mm512_set1_pd(0x1.8p48), kDown));
 }
+// x - floor(16 x) / 16
 FK_AVX512 inline EightDoubles rest_of_sixteenths(EightDoubles x) {
   return _mm512_reduce_pd(x, 4 << 4 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
