@@ -40,7 +40,9 @@ def reliability_diagram(
     accuracy to the mean confidence of the bin, so its height is the gap. Bins of equal mass are mostly narrower than a
     line; they are points at (mean confidence, accuracy) with the gap as a stroke. The title of each panel gives its
     metrics as fractions, computed from the given bins. The largest gap uses only bins with at least 20 samples, because
-    a bin with one sample can have any gap. The histogram below shows the number of samples of each bin.
+    a bin with one sample can have any gap. If every bin is empty (``equal_mass_interp`` leaves out the samples with the
+    lowest confidence), the panel has no marks and its title says so. The histogram below shows the number of samples of
+    each bin.
 
     The shaded band is the interval of the accuracies of a perfectly calibrated classifier with these confidences; a bin
     outside the band is miscalibrated beyond chance. The whisker is the bootstrap interval of the bin's accuracy; a bin
@@ -173,7 +175,7 @@ def _reliability_panel(
                     fontsize=6,
                     color="#444444",
                 )
-    else:
+    elif filled.any():  # without a point, constrained layout would shrink the axes to a line
         # Bins of equal mass are mostly narrower than a pixel, and close together near 1: draw one point each.
         top.vlines(confidence, accuracy, confidence, color=VERMILION, linewidth=1.6, zorder=3)
         top.plot(
@@ -188,7 +190,7 @@ def _reliability_panel(
             clip_on=False,
         )
         bottom.vlines(confidence, 0, weight, color=GREY, linewidth=2, zorder=2)
-    if bands is not None:
+    if bands is not None and filled.any():
         low, high, band_low, band_high = (
             values.numpy()[filled]
             for values in (bands.lower, bands.upper, bands.calibrated_lower, bands.calibrated_upper)
@@ -205,11 +207,16 @@ def _reliability_panel(
         top.vlines(at[known], low[known], high[known], color=INK, linewidth=1.3, zorder=7)
     top.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1, zorder=5)
     # Samples in bins, not N: with equal_mass_interp some, or all, samples are in no bin.
-    samples = weight.sum() or np.nan
+    samples = weight.sum()
+    means = "every bin is empty"
+    if samples:
+        means = (
+            f"accuracy {float((weight * accuracy).sum() / samples):.4f}, "
+            f"mean confidence {float((weight * confidence).sum() / samples):.4f}"
+        )
     lines = [
         f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}, {bins.n_bins} bins)",
-        f"accuracy {float((weight * accuracy).sum() / samples):.4f}, "
-        f"mean confidence {float((weight * confidence).sum() / samples):.4f}",
+        means,
         f"{bins.n_samples:,} samples; {_largest_gap(gap, count)}",
     ]
     top.text(

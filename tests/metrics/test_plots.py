@@ -128,6 +128,25 @@ def test_a_diagram_of_awkward_bins_can_be_drawn(confidence, estimator):
     png(plots.reliability_diagram(bins))
 
 
+# One sample, or equal confidences: equal_mass_interp has its lowest edge there and leaves all of them out.
+@pytest.mark.parametrize("confidence", [[0.5], [0.7] * 30])
+@pytest.mark.parametrize("level", [None, 0.95])
+def test_a_panel_of_empty_bins_keeps_its_size_and_says_so(confidence, level):
+    bins = metrics.reliability_bins(
+        confidence=torch.tensor(confidence), correct=torch.ones(len(confidence)), estimator="equal_mass_interp"
+    )
+    assert bins.count.sum() == 0
+    figure = plots.reliability_diagram({"before": some_bins("equal_mass"), "after": bins}, level=level)
+    written = texts(figure)
+    assert "every bin is empty" in written
+    assert "nan" not in written
+    heights = [axes.get_position().height for axes in figure.axes]
+    assert heights[0] == pytest.approx(heights[1]) and heights[0] > 0.4
+    alone = plots.reliability_diagram(bins, level=level)
+    png(alone)
+    assert alone.axes[0].get_position().height > 0.4
+
+
 def test_bad_bins_are_refused():
     with pytest.raises(ValueError, match="at least one set of bins, got none"):
         plots.reliability_diagram({})
