@@ -11,7 +11,9 @@ def empty_cache() -> None:
     focalkern reuses the memory of freed results of 256 KiB or more for later results of about that size, because page
     faults cost more time than the computation. It keeps at most four blocks. The environment variable
     FOCALKERN_CACHE_MIB limits their total size in MiB (256 by default; 0 keeps none). It is read once, when the first
-    such result is computed; a larger result is never kept. Tensors in use are never touched.
+    such result is computed; a larger result is never kept. Tensors in use are never touched. Only the compiled module
+    has this cache. With the stable module or plain torch (``build_info()["kernels"]``) results use torch's own memory,
+    the variable is not read, and this function does nothing.
 
     Raises:
         ValueError: FOCALKERN_CACHE_MIB is not an integer number of MiB. The first large result raises the same error.

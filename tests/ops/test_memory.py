@@ -1,4 +1,4 @@
-"""Memory of large results on the CPU: the next result of about the same size reuses it."""
+"""Memory of large results on the CPU: in the compiled module, the next result of about the same size reuses it."""
 
 import os
 import subprocess
@@ -27,6 +27,7 @@ def nothing_kept():
     fk.empty_cache()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("rows", [ROWS, ROWS - ROWS // 8])  # a slightly smaller batch fits, too
 def test_freed_gradient_is_used_again(rows):
     first = gradient(0)
@@ -37,6 +38,7 @@ def test_freed_gradient_is_used_again(rows):
     assert gradient(1, rows).data_ptr() == address
 
 
+@pytest.mark.kernels
 def test_much_smaller_gradient_leaves_a_large_block_alone():
     first = gradient(0)
     address = first.data_ptr()
@@ -52,6 +54,7 @@ def test_gradient_in_use_is_not_touched():
     assert torch.equal(first, kept) and not torch.equal(first, second)
 
 
+@pytest.mark.kernels
 def test_map_shares_the_memory():
     first = gradient(0)
     address = first.data_ptr()
@@ -75,6 +78,7 @@ def test_gradients_of_several_threads():
         assert all(pool.map(repeated, range(4)))
 
 
+@pytest.mark.kernels
 def test_number_of_kept_blocks():
     fk.empty_cache()
     grads = [gradient(seed) for seed in range(5)]
@@ -86,6 +90,7 @@ def test_number_of_kept_blocks():
 
 
 # The gradient of logits that are transposed, expanded, or sliced from a larger tensor.
+@pytest.mark.kernels("stable")
 @pytest.mark.parametrize(
     "change",
     [lambda z: z.t(), lambda z: z.t()[:1].expand(ROWS, CLASSES), lambda z: z.t()[:, ::2].unflatten(0, (2, -1)).mT],
@@ -127,6 +132,7 @@ print((resident() - before) >> 20)
 """
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="/proc/self/statm is not there")
 @pytest.mark.parametrize(("limit", "kept"), [("", True), ("128", True), ("127", False), ("0", False)])
 def test_limit(limit, kept):
@@ -137,6 +143,7 @@ def test_limit(limit, kept):
     assert (after_step > 100) == kept and after_emptying < 28
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("limit", ["many", "-1", "0.5", "99999999999"])
 def test_wrong_limit(limit):
     environment = dict(os.environ, FOCALKERN_CACHE_MIB=limit)
