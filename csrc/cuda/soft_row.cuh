@@ -99,7 +99,7 @@ __device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const
   using Real = compute_t<Scalar>;
   const Real log_p = (z - row.max) - row.log_s;
   const Real p = quick_exponential(log_p);
-  return {p, Loss::unlikely_terms(p, -log_p, gamma_of(p), row.epsilon, share)};
+  return {p, Loss::unlikely_terms(p, with_finite(-log_p), gamma_of(p), row.epsilon, share)};
 }
 
 // The terms of a class with a share of 1.

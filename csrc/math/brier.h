@@ -56,7 +56,7 @@ struct BrierFormula {
   }
 
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(const Real& p, const Real& /*minus_log_p*/,
+  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(const Real& p, const MinusLog<Real>& /*minus_log_p*/,
                                                         const Gamma& /*gamma*/, number_t<Real> /*epsilon*/,
                                                         const Real& share) {
     const Real difference = p - share, twice = number_t<Real>(-2) * difference;

@@ -34,9 +34,9 @@ struct DftFormula : SumOverClasses<DftFormula> {
   }
 
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const Real& minus_log_p, const Gamma& gamma,
+  static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const MinusLog<Real>& minus_log_p, const Gamma& gamma,
                                                   number_t<Real> /*epsilon*/) {
-    return of_factor(Real(power_of(gamma, p, minus_log_p)), minus_log_p, gamma.pull);
+    return of_factor(Real(power_of(gamma, p, minus_log_p.value)), minus_log_p.value, gamma.pull);
   }
 
  private:

@@ -194,35 +194,49 @@ struct AnyGamma : SlopeOfGamma<Real> {
   FK_HOST_DEVICE Real signed_like_gamma(Real x) const { return sign * x; }
 };
 
+template <typename Real>
+constexpr Real kLargestLog = Real(1e30);
+
 // -log p, clamped so that its product with p is 0, not NaN, at p = 0.
 template <typename Real>
 FK_HOST_DEVICE Real finite_log(const Real& minus_log_p) {
 #if defined(__CUDA_ARCH__)
-  return fmin(minus_log_p, Real(1e30));
+  return fmin(minus_log_p, kLargestLog<Real>);
 #else
-  const Real most = Real{} + number_t<Real>(1e30);
+  const Real most = Real{} + kLargestLog<number_t<Real>>;
   return most < minus_log_p ? most : minus_log_p;
 #endif
+}
+
+// -log p of a class, and the same number bounded: its product with p = 0 is 0, not NaN.
+template <typename Real>
+struct MinusLog {
+  Real value;
+  Real finite;
+};
+template <typename Real>
+FK_HOST_DEVICE MinusLog<Real> with_finite(const Real& minus_log_p) {
+  return {minus_log_p, finite_log(minus_log_p)};
 }
 
 // The terms of the focal and of the inverse focal loss are the same in base and gamma:
 //   f = base^|gamma|,  c = base^(|gamma| - 1) (base - gamma p log p)
 template <typename Gamma, typename Real>
-FK_HOST_DEVICE FocalTerms<Real> unlikely_focal_terms(const Real& p, const Real& minus_log_p, const Gamma& gamma) {
+FK_HOST_DEVICE FocalTerms<Real> unlikely_focal_terms(const Real& p, const MinusLog<Real>& minus_log_p,
+                                                     const Gamma& gamma) {
   FocalTerms<Real> terms;
   if constexpr (Gamma::kIsZero) {
     terms.factor = terms.coefficient = Real{} + number_t<Real>(1);
-    terms.loss = minus_log_p;
+    terms.loss = minus_log_p.value;
     terms.grad_gamma = Real{};
     return terms;
   }
   const FactorParts<Real> parts = gamma.factor_at(p);
   const Real factor = parts.lower * parts.base;
-  const Real finite = finite_log(minus_log_p);
   terms.factor = factor;
-  terms.coefficient = parts.lower * (parts.base + gamma.pull * (p * finite));
-  terms.loss = factor * minus_log_p;
-  terms.grad_gamma = gamma.signed_like_gamma(Real(factor * parts.log_base * finite));
+  terms.coefficient = parts.lower * (parts.base + gamma.pull * (p * minus_log_p.finite));
+  terms.loss = factor * minus_log_p.value;
+  terms.grad_gamma = gamma.signed_like_gamma(Real(factor * parts.log_base * minus_log_p.finite));
   return terms;
 }
 

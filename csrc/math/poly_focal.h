@@ -54,7 +54,7 @@ struct PolyFocalFormula : SumOverClasses<PolyFocalFormula> {
 
   // -log p does not cancel against epsilon u here, so it is used directly.
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const Real& minus_log_p, const Gamma& gamma,
+  static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const MinusLog<Real>& minus_log_p, const Gamma& gamma,
                                                   number_t<Real> epsilon) {
     const FactorParts<Real> parts = gamma.factor_at(p);
     const Real u = parts.base;
@@ -63,16 +63,15 @@ struct PolyFocalFormula : SumOverClasses<PolyFocalFormula> {
       const number_t<Real> one = 1;
       terms.factor = Real{} + one;
       terms.coefficient = one + (epsilon * gamma.rise) * p;
-      terms.loss = minus_log_p + epsilon * u;
+      terms.loss = minus_log_p.value + epsilon * u;
       terms.grad_gamma = Real{};
       return terms;
     }
     const Real factor = parts.lower * u;
-    const Real finite = finite_log(minus_log_p);
     terms.factor = factor;
-    terms.coefficient = parts.lower * (u + p * (gamma.pull * finite + epsilon * gamma.rise * u));
-    terms.loss = factor * (minus_log_p + epsilon * u);
-    terms.grad_gamma = factor * (finite + epsilon * u) * parts.log_base;
+    terms.coefficient = parts.lower * (u + p * (gamma.pull * minus_log_p.finite + epsilon * gamma.rise * u));
+    terms.loss = factor * (minus_log_p.value + epsilon * u);
+    terms.grad_gamma = factor * (minus_log_p.finite + epsilon * u) * parts.log_base;
     return terms;
   }
 };

@@ -102,8 +102,8 @@ struct SumOverClasses {
   }
 
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(const Real& p, const Real& minus_log_p, const Gamma& gamma,
-                                                        number_t<Real> epsilon, const Real& share) {
+  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(const Real& p, const MinusLog<Real>& minus_log_p,
+                                                        const Gamma& gamma, number_t<Real> epsilon, const Real& share) {
     const FocalTerms<Real> terms = Loss::unlikely(p, minus_log_p, gamma, epsilon);
     const auto has_share = share != Real{};
     return {has_share ? share * terms.loss : Real{}, has_share ? share * terms.coefficient : Real{}, terms.loss,
@@ -121,7 +121,7 @@ struct FocalFormula : SumOverClasses<FocalFormula> {
   }
 
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const Real& minus_log_p, const Gamma& gamma,
+  static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const MinusLog<Real>& minus_log_p, const Gamma& gamma,
                                                   number_t<Real> /*epsilon*/) {
     return unlikely_focal_terms(p, minus_log_p, gamma);
   }

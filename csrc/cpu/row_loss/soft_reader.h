@@ -29,6 +29,7 @@ class SoftReader {
   SoftShares<Real> shares;
   GammaTableOf<Real> table{args.edges, args.gamma, args.n_bins};
   Real uniform_share;
+  int64_t rows_per_tile = kTileRows;  // at most
   SoftTile<Real> tile;
   SoftRows<Real> rows;
   SoftColumns<Real> columns;
@@ -39,15 +40,21 @@ class SoftReader {
               weighs_classes ? args.class_weight : constants<Real>().ones, weighs_classes ? 1 : 0};
     uniform_share = uniform && !kLabelApart<Loss> ? shares.spread : Real(1);
     tile.has_labels = !args.target_probs;
-    tile.target_step = args.target_probs ? 1 : 0;
     if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
     rows.classes = columns.classes = args.classes;
+    if (!across) {
+      // as many rows as fit the first-level cache; the epilogue computes sixteen rows at once
+      const int64_t most = std::clamp<int64_t>(kBlock / args.classes, 1, kTileRows);
+      rows_per_tile = most < 16 ? most : most & -16;
+      std::fill_n(rows.e, rows_per_tile, nullptr);
+      std::fill_n(rows.grad, rows_per_tile, nullptr);
+      std::fill_n(rows.grad_target, rows_per_tile, nullptr);
+    }
   }
 
-  // Rows per tile. Along classes, a tile has as many rows as fit the first-level cache.
   int64_t count(int64_t row, int64_t row_end) const {
     const int64_t n = tile_rows(args, is_columns_of_memory, row, row_end);
-    return across ? n : std::min(n, std::max<int64_t>(1, kBlock / args.classes));
+    return std::min(n, rows_per_tile);
   }
 
   // Reads labels, gammas and pointers of a tile. Returns the first row whose label is out of range, or -1.
@@ -76,24 +83,24 @@ class SoftReader {
   }
 
   Real target(int64_t r, int64_t c) const {
-    return across ? columns.target[c * columns.target_stride + r] : rows.target[r][c * tile.target_step];
+    return across ? columns.target[c * columns.target_stride + r] : rows.target[r][c];
   }
 
   void find_largest(int64_t n) {
-    if (across) {
-      run_in_widest<LargestOfColumns>(columns, padded_, tile);
-    } else {
-      if (args.classes < 2 * kBlock) {
-        if (!exponentials) exponentials.reset(new Real[std::max(kBlock, args.classes)]);
-        for (int64_t r = 0; r < n; ++r) rows.e[r] = exponentials.get() + r * args.classes;
-      }
-      run_in_widest<LargestOfRows>(rows, n, tile);
+    if (across) return run_in_widest<LargestOfColumns>(columns, padded_, tile);
+    if (args.classes < 2 * kBlock && !exponentials) {
+      exponentials.reset(new Real[std::max(kBlock, args.classes)]);
+      for (int64_t r = 0; r < rows_per_tile; ++r) rows.e[r] = exponentials.get() + r * args.classes;
     }
+    run_in_widest<LargestOfRows>(rows, n, tile);
   }
 
   // Reads the target share of the likely class, for each row that has one.
   void read_top_shares(int64_t n) {
-    if (!uniform && !across) run_in_widest<LikelyOfRows>(rows, n, tile);
+    if (!uniform && !across) {
+      run_in_widest<LikelyOfRows>(rows, n, tile);
+      if (!tile.has_labels) return;
+    }
     if (tile.has_labels) {
       soft_label_is_top(n, tile);
     } else {
@@ -142,12 +149,12 @@ class SoftReader {
   }
 
   std::unique_ptr<Real[]> memory_of_logits, memory_of_targets, memory_of_grads, memory_of_target_grads;
+  std::unique_ptr<Real[]> memory_of_shares;
   std::unique_ptr<Real[]> exponentials;  // of a tile along classes: count(row, row_end) rows
 
   // Scratch memory for a tile that must be copied.
   Real* scratch(std::unique_ptr<Real[]>& memory) const {
-    const int64_t most = across ? kTileRows : std::min(kTileRows, std::max<int64_t>(1, kBlock / args.classes));
-    if (!memory) memory.reset(new Real[args.classes * most]());
+    if (!memory) memory.reset(new Real[args.classes * rows_per_tile]());
     return memory.get();
   }
 
@@ -183,16 +190,12 @@ class SoftReader {
   }
 
   template <typename Number>
-  const Real* row_of(const Number* from, const RowLayout& layout, int64_t offset, std::unique_ptr<Real[]>& memory,
-                     int64_t r) {
-    if constexpr (std::is_same_v<Number, Real>) {
-      if (layout.class_stride == 1) return from + offset;
-    }
+  const Real* copy_of_row(const Number* from, const RowLayout& layout, std::unique_ptr<Real[]>& memory, int64_t r) {
     Real* to = scratch(memory) + r * args.classes;
     if (layout.class_stride == 1) {
-      copy_row(from + offset, args.classes, to);
+      copy_row(from, args.classes, to);
     } else {
-      for (int64_t c = 0; c < args.classes; ++c) to[c] = load_as_compute(from[offset + c * layout.class_stride]);
+      for (int64_t c = 0; c < args.classes; ++c) to[c] = load_as_compute(from[c * layout.class_stride]);
     }
     return to;
   }
@@ -202,24 +205,55 @@ class SoftReader {
     for (int64_t c = 0; c < n; ++c) to[c] = load_as_compute(from[c]);
   }
 
+  // Pointers to rows, which are copied to `memory` if their layout or dtype requires it.
+  template <typename Number>
+  void point_to_rows(const Number* from, const RowLayout& layout, int64_t row, int64_t n,
+                     std::unique_ptr<Real[]>& memory, const Real** to) {
+    if constexpr (std::is_same_v<Number, Real>) {
+      if (layout.class_stride == 1) return pointers_of_rows(from, layout, row, n, to);
+    }
+    RowCursor at(layout, row);
+    for (int64_t r = 0; r < n; ++r, at.next()) to[r] = copy_of_row(from + at.offset(), layout, memory, r);
+  }
+
   void read_rows_of_classes(int64_t row, int64_t n) {
-    RowCursor at(args.layout, row);
-    for (int64_t r = 0; r < n; ++r, at.next()) {
-      rows.z[r] = row_of(args.logits, args.layout, at.offset(), memory_of_logits, r);
-    }
+    point_to_rows(args.logits, args.layout, row, n, memory_of_logits, rows.z);
     if (args.target_probs) {
-      RowCursor target_at(args.target_layout, row);
-      for (int64_t r = 0; r < n; ++r, target_at.next()) {
-        rows.target[r] = args.target_probs.typed([&](const auto* probabilities) {
-          return row_of(probabilities, args.target_layout, target_at.offset(), memory_of_targets, r);
-        });
-      }
-    } else {
-      std::fill_n(rows.target, n, constants<Real>().zeros);
+      args.target_probs.typed([&](const auto* probabilities) {
+        point_to_rows(probabilities, args.target_layout, row, n, memory_of_targets, rows.target);
+      });
     }
-    std::fill_n(rows.e, n, nullptr);
-    std::fill_n(rows.grad, n, nullptr);
-    std::fill_n(rows.grad_target, n, nullptr);
+    if (!uniform) share_rows(n);
+  }
+
+  // The shares of the classes: the probabilities themselves, or (kept target + spread) weight in scratch memory.
+  void share_rows(int64_t n) {
+    if (tile.has_labels) {
+      if (!memory_of_shares) {
+        memory_of_shares.reset(new Real[args.classes]);
+        for (int64_t c = 0; c < args.classes; ++c) memory_of_shares[c] = shares.spread * args.class_weight[c];
+      }
+      std::fill_n(rows.share, n, memory_of_shares.get());
+    } else if (args.label_smoothing == 0 && shares.weight_step == 0) {
+      std::copy_n(rows.target, n, rows.share);
+    } else {
+      Real* to = scratch(memory_of_shares);
+      for (int64_t r = 0; r < n; ++r, to += args.classes) {
+        write_shares(rows.target[r], args.classes, shares, to);
+        rows.share[r] = to;
+      }
+    }
+  }
+  static FK_VECTOR_CLONES void write_shares(const Real* target, int64_t n, const SoftShares<Real>& shares, Real* to) {
+    const Real kept = shares.kept, spread_share = shares.spread;
+    if (shares.weight_step == 0) {
+#pragma omp simd
+      for (int64_t c = 0; c < n; ++c) to[c] = kept * target[c] + spread_share;
+    } else {
+      const Real* weight = shares.weight;
+#pragma omp simd
+      for (int64_t c = 0; c < n; ++c) to[c] = (kept * target[c] + spread_share) * weight[c];
+    }
   }
 
   // tile.label_share: the share of the label minus the share of every other class. tile.row_weight: the factor of the
@@ -270,8 +304,14 @@ class SoftReader {
       run_in_widest<SoftGradOfColumns<Loss, Gammas, kUniform>>(columns, padded_, shares, args.epsilon,
                                                                args.detach_modulation, table, weight, step, tile);
     } else {
-      run_in_widest<SoftGradOfRows<Loss, Gammas, kUniform>>(rows, n, shares, args.epsilon, args.detach_modulation,
-                                                            table, weight, step, tile);
+      const auto run = [&](auto with_target) {
+        run_in_widest<SoftGradOfRows<Loss, Gammas, kUniform, decltype(with_target)::value>>(
+            rows, n, shares, args.epsilon, args.detach_modulation, table, weight, step, tile);
+      };
+      if constexpr (!kUniform) {
+        if (rows.grad_target[0]) return run(std::true_type());
+      }
+      run(std::false_type());
     }
   }
 };

@@ -158,22 +158,22 @@ void write_soft_grads(const RowLossBackward<Scalar>& args, int64_t row, int64_t 
   const RowLayout& target_layout = args.grad_target ? args.target_layout : args.layout;
   const bool target_in_place = target_layout.class_stride == 1;
   const bool in_place = SoftReader<Loss, Scalar>::kIsDirect && grad_layout.class_stride == 1;
-  RowCursor at(grad_layout, row), target_at(target_layout, row);
-  for (int64_t r = 0; r < n; ++r, at.next()) {
-    if (args.grad_logits && !in_place) rows.grad[r] = reader.scratch(reader.memory_of_grads) + r * args.classes;
-    if constexpr (SoftReader<Loss, Scalar>::kIsDirect) {
-      if (args.grad_logits && in_place) rows.grad[r] = args.grad_logits + at.offset();
-    }
-    if (args.grad_target) {
-      rows.grad_target[r] = target_in_place ? args.grad_target + target_at.offset()
-                                            : reader.scratch(reader.memory_of_target_grads) + r * args.classes;
-      target_at.next();
-    }
+  if constexpr (SoftReader<Loss, Scalar>::kIsDirect) {
+    if (args.grad_logits && in_place) pointers_of_rows(args.grad_logits, grad_layout, row, n, rows.grad);
+  }
+  if (args.grad_logits && !in_place) {
+    Real* to = reader.scratch(reader.memory_of_grads);
+    for (int64_t r = 0; r < n; ++r) rows.grad[r] = to + r * args.classes;
+  }
+  if (args.grad_target && target_in_place) {
+    pointers_of_rows(args.grad_target, target_layout, row, n, rows.grad_target);
+  } else if (args.grad_target) {
+    Real* to = reader.scratch(reader.memory_of_target_grads);
+    for (int64_t r = 0; r < n; ++r) rows.grad_target[r] = to + r * args.classes;
   }
   run();
   if ((!args.grad_logits || in_place) && (!args.grad_target || target_in_place)) return;
-  at = RowCursor(grad_layout, row);
-  target_at = RowCursor(target_layout, row);
+  RowCursor at(grad_layout, row), target_at(target_layout, row);
   for (int64_t r = 0; r < n; ++r, at.next()) {
     if (args.grad_logits && !in_place) {
       Scalar* to = args.grad_logits + at.offset();

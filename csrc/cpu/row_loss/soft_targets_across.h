@@ -90,14 +90,18 @@ struct SoftSumsOfColumns {
         const int64_t stop = std::min(columns.classes, c + 2 * kSoftPart);
         for (; c < stop; ++c) {
           const Reals v = load_simd<Reals>(columns.z + c * columns.stride + r);
-          ClassTerms<Reals> terms =
-              lanes.at(v, kUniform ? one_share : share_of_columns<n>(columns, shares, c, r)).terms;
-          leave_out(v == lanes.likely, terms);
-          if constexpr (kUniform && kLabelApart<Loss>) {
-            leave_out_by_bits(index == label, terms);
-            index += Int(1);
+          const Reals share = kUniform ? one_share : share_of_columns<n>(columns, shares, c, r);
+          ClassTerms<Reals> terms = lanes.at(v, share).terms;
+          if constexpr (!kUniform && !kLabelApart<Loss>) {
+            sums.add(terms, Reals(v != lanes.likely ? share : Reals{}));
+          } else {
+            leave_out(v == lanes.likely, terms);
+            if constexpr (kUniform && kLabelApart<Loss>) {
+              leave_out_by_bits(index == label, terms);
+              index += Int(1);
+            }
+            sums.add(terms);
           }
-          sums.add(terms);
         }
         sums.flush(fold);
       }
@@ -130,9 +134,11 @@ struct SoftGradOfColumns {
       Ints index{};
       for (int64_t c = 0; c < columns.classes; ++c, index += Int(1)) {
         const Reals v = load_simd<Reals>(columns.z + c * columns.stride + r);
-        const auto of_class = lanes.at(v, kUniform ? one_share : share_of_columns<n>(columns, shares, c, r));
+        const Reals share = kUniform ? one_share : share_of_columns<n>(columns, shares, c, r);
+        const auto of_class = lanes.at(v, share);
         if (columns.grad) {
-          Reals value = of_class.e * p_factor - of_class.terms.slope * share_factor;
+          const Reals slope = kUniform || kLabelApart<Loss> ? of_class.terms.slope : share * of_class.terms.slope;
+          Reals value = of_class.e * p_factor - slope * share_factor;
           value = v == lanes.likely ? top_grad : value;
           value = index == label ? label_grad : value;
           store_simd(Reals(is_zero > Reals{} ? Reals{} : value), columns.grad + c * columns.grad_stride + r);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "cpu/row_loss/along_classes.h"
 #include "cpu/row_loss/soft_targets_lanes.h"
@@ -15,28 +16,28 @@
 namespace focalkern::cpu {
 namespace {
 
+// Writes the addresses of rows.
+template <typename Number>
+void pointers_of_rows(Number* from, const RowLayout& layout, int64_t row, int64_t n_rows, Number** to) {
+  if (const int64_t stride = layout.lines == 0 ? row_stride(layout, row, n_rows) : 0) {
+    from += layout.row_offset(row);
+    for (int64_t r = 0; r < n_rows; ++r, from += stride) to[r] = from;
+    return;
+  }
+  RowCursor at(layout, row);
+  for (int64_t r = 0; r < n_rows; ++r, at.next()) to[r] = from + at.offset();
+}
+
 // Rows whose classes are adjacent, in place or copied.
 template <typename Real>
 struct SoftRows {
   int64_t classes;
   const Real* z[kTileRows];
   Real* e[kTileRows];             // e^(z - max), or null: rows of fewer than 2 kBlock classes, in the forward pass
-  const Real* target[kTileRows];  // or null
+  const Real* target[kTileRows];  // class probabilities, if given
+  const Real* share[kTileRows];   // of the classes, unless all but the label have the same
   Real* grad[kTileRows];          // or null
   Real* grad_target[kTileRows];   // or null
-};
-
-template <int64_t n, typename Real>
-struct SharesOfRow {
-  using Reals = simd_t<Real, n>;
-  const Real* target;
-  int64_t target_step;
-  const SoftShares<Real>& shares;
-
-  FK_HOST_DEVICE Reals at(int64_t j) const {
-    const Reals given = shares.kept * load_simd<Reals>(target + j * target_step) + shares.spread;
-    return given * load_simd<Reals>(shares.weight + j * shares.weight_step);
-  }
 };
 
 // Writes e^(z_j - max), and returns its sum over all classes but one at the maximum. If several classes are at the
@@ -46,37 +47,40 @@ FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real 
                                            Real* to) {
   using Reals = simd_t<Real, n>;
   const Reals most = spread<Reals>(-tile.exp_zero[0]), shift = spread<Reals>(max), one = spread<Reals>(Real(1));
-  Reals all{}, part{}, at_max{};
+  Reals all{}, part{}, below_max{};  // below_max: how many classes
   const auto add = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
     const ScaledExponential<Reals> parts = exponential_of_fall(Reals(shift - v), most);
     const Reals e = parts.mantissa * parts.scale;
     store_simd(e, to + j);
     if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
       part = v != shift ? part + e : part;
+      below_max = v != shift ? below_max + one : below_max;
     } else {
       part += v != shift ? e : Reals{};
+      below_max += v != shift ? one : Reals{};
     }
-    at_max = v == shift ? at_max + one : at_max;
   };
   const int64_t whole = classes & -n;
+  if (whole < classes) {
+    // The last vector overlaps the one before. In the lanes of both, the maximum replaces the logit here; the loop
+    // below writes their exponentials again.
+    const int64_t begin = classes - n;
+    const Reals first = load_simd<Reals>(tile.first), overlap = spread<Reals>(static_cast<Real>(whole - begin));
+    add(Reals(first < overlap ? shift : load_simd<Reals>(z + begin)), begin);
+    all = part;
+    part = Reals{};
+  }
   for (int64_t j = 0; j < whole;) {
     const int64_t stop = std::min(whole, j + kPart * n);
-    for (; j < stop; j += n) add(load_simd<Reals>(z + j), j);
+    for (; j < stop; j += n) {
+      prefetch(z + j + kBlock);
+      add(load_simd<Reals>(z + j), j);
+    }
     all += part;
     part = Reals{};
   }
-  Real again = 1;
-  if (whole < classes) {
-    // Classes that were added before are set to the maximum, and their number is subtracted at the end.
-    const int64_t begin = classes - n;
-    const Real done = static_cast<Real>(whole - begin);
-    const Reals first = load_simd<Reals>(tile.first), before = load_simd<Reals>(to + begin);
-    add(Reals(first < spread<Reals>(done) ? shift : load_simd<Reals>(z + begin)), begin);
-    store_simd(Reals(first < spread<Reals>(done) ? before : load_simd<Reals>(to + begin)), to + begin);
-    all += part;
-    again += done;
-  }
-  return fold_lanes(all, Sum{}) + (fold_lanes(at_max, Sum{}) - again);
+  const TwoSums<Real> sums = fold_two(all, below_max);
+  return sums.first + (static_cast<Real>(classes - 1) - sums.second);
 }
 
 struct LargestOfRows {
@@ -104,14 +108,37 @@ struct LargestOfRows {
   }
 };
 
-// The likely class of each row, or class 0 if it has none.
+#ifdef FK_HAS_AVX512_CODE
+// first_equal for float.
+FK_AVX512 inline int64_t first_equal_float(const float* z, int64_t n, float value) {
+  const __m512 values = _mm512_set1_ps(value);
+  for (int64_t j = 0; j < n; j += 16) {
+    const int64_t begin = std::min(j, n - 16);
+    const __mmask16 found = _mm512_cmp_ps_mask(_mm512_loadu_ps(z + begin), values, _CMP_EQ_OQ);
+    if (found != 0) return begin + __builtin_ctz(found);
+  }
+  return 0;
+}
+#endif
+
+// The likely class of each row and its share; class 0 if the row has none.
 struct LikelyOfRows {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
     for (int64_t r = 0; r < n_rows; ++r) {
-      const bool is_likely = tile.inv_sum_exp[r] > kUnlikely<Real>;
-      tile.special[r] =
-          static_cast<label_int<Real>>(is_likely ? first_equal(rows.z[r], rows.classes, tile.likely[r]) : 0);
+      tile.special[r] = 0;
+      if (!(tile.inv_sum_exp[r] > kUnlikely<Real>)) continue;
+      int64_t c;
+#ifdef FK_HAS_AVX512_CODE
+      if constexpr (bytes == 64 && std::is_same_v<Real, float>) {
+        c = first_equal_float(rows.z[r], rows.classes, tile.likely[r]);
+      } else
+#endif
+      {
+        c = first_equal(rows.z[r], rows.classes, tile.likely[r]);
+      }
+      tile.special[r] = static_cast<label_int<Real>>(c);
+      tile.top_share[r] = rows.share[r][c];
     }
   }
 };
@@ -121,32 +148,56 @@ struct SoftSumsOfRows {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, const SoftShares<Real>& shares,
                                  Real epsilon, bool detached, const GammaTableOf<Real>& table, SoftTile<Real>& tile) {
+    rows.e[0] ? run_rows<bytes, true>(rows, n_rows, shares, epsilon, detached, table, tile)
+              : run_rows<bytes, false>(rows, n_rows, shares, epsilon, detached, table, tile);
+  }
+
+ private:
+  template <int64_t bytes, bool kHasExponentials, typename Real>
+  static FK_HOST_DEVICE void run_rows(const SoftRows<Real>& rows, int64_t n_rows, const SoftShares<Real>& shares,
+                                      Real epsilon, bool detached, const GammaTableOf<Real>& table,
+                                      SoftTile<Real>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Real>;
     using Reals = simd_t<Real, n>;
     using Int = label_int<Real>;
     using Ints = simd_t<Int, n>;
     const int64_t classes = rows.classes, whole = classes & -n;
-    const auto fold = [](const Reals& v) { return static_cast<double>(fold_lanes(v, Sum{})); };
     const Reals one_share = spread<Reals>(kLabelApart<Loss> ? shares.spread : Real(1));
     for (int64_t r = 0; r < n_rows; ++r) {
-      const Real *z = rows.z[r], *e = rows.e[r];
+      const Real* z = rows.z[r];
+      [[maybe_unused]] const Real *e = rows.e[r], *share = rows.share[r];
       const auto lanes = lanes_of_row<Loss, Gammas, n>(tile, r, epsilon, detached, table);
-      const SharesOfRow<n, Real> share{rows.target[r], tile.target_step, shares};
       [[maybe_unused]] const Ints label = spread<Ints>(tile.label[r]);
       [[maybe_unused]] Ints index = load_simd<Ints>(kFirst<Int>);
       SoftSums<kGamma, Reals, double> sums;
-      const auto terms_of = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
-        const Reals of_share = kUniform ? one_share : share.at(j);
-        ClassTerms<Reals> terms = (e ? lanes.at(v, load_simd<Reals>(e + j), of_share) : lanes.at(v, of_share)).terms;
+      const auto flush = [&]() __attribute__((always_inline)) {
+        const TwoSums<Real> two = fold_two(sums.loss, sums.grad);
+        sums.all_loss += static_cast<double>(two.first);
+        sums.all_grad += static_cast<double>(two.second);
+        if constexpr (kGamma) sums.all_gamma += static_cast<double>(fold_lanes(sums.gamma, Sum{}));
+        sums.loss = sums.grad = sums.gamma = Reals{};
+      };
+      const auto add = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
+        Reals of_share = one_share;
+        if constexpr (!kUniform) of_share = load_simd<Reals>(share + j);
+        ClassTerms<Reals> terms;
+        if constexpr (kHasExponentials) {
+          terms = lanes.at(v, load_simd<Reals>(e + j), of_share).terms;
+        } else {
+          terms = lanes.at(v, of_share).terms;
+        }
+        if constexpr (!kUniform && !kLabelApart<Loss>) {
+          return sums.add(terms, Reals(v != lanes.likely ? of_share : Reals{}));
+        }
         leave_out(v == lanes.likely, terms);
         if constexpr (kUniform && kLabelApart<Loss>) leave_out_by_bits(index == label, terms);
-        return terms;
+        sums.add(terms);
       };
       for (int64_t j = 0; j < whole;) {
-        if (j > 0) sums.flush(fold);
+        if (j > 0) flush();
         const int64_t stop = std::min(whole, j + kSoftPart * n);
         for (; j < stop; j += n) {
-          sums.add(terms_of(load_simd<Reals>(z + j), j));
+          add(load_simd<Reals>(z + j), j);
           if constexpr (kUniform && kLabelApart<Loss>) index += static_cast<Int>(n);
         }
       }
@@ -156,9 +207,9 @@ struct SoftSumsOfRows {
         // Classes that were added before get the likely class's logit, so that the sum excludes them.
         const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
         const Reals v = load_simd<Reals>(z + begin);
-        sums.add(terms_of(Reals(first < done ? lanes.likely : v), begin));
+        add(Reals(first < done ? lanes.likely : v), begin);
       }
-      sums.flush(fold);
+      flush();
       tile.loss_sum[r] = static_cast<Real>(sums.all_loss);
       tile.grad_sum[r] = static_cast<Real>(sums.all_grad);
       if constexpr (kGamma) tile.gamma_sum[r] = static_cast<Real>(sums.all_gamma);
@@ -166,7 +217,8 @@ struct SoftSumsOfRows {
   }
 };
 
-template <typename Loss, typename Gammas, bool kUniform>
+// kTarget: the gradient with respect to the shares is needed.
+template <typename Loss, typename Gammas, bool kUniform, bool kTarget>
 struct SoftGradOfRows {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, const SoftShares<Real>& shares,
@@ -178,35 +230,53 @@ struct SoftGradOfRows {
     const Reals one_share = spread<Reals>(kLabelApart<Loss> ? shares.spread : Real(1));
     for (int64_t r = 0; r < n_rows; ++r) {
       const Real* z = rows.z[r];
-      Real *grad = rows.grad[r], *grad_target = rows.grad_target[r];
+      Real* grad = rows.grad[r];
+      [[maybe_unused]] Real* grad_target = kTarget ? rows.grad_target[r] : nullptr;
       if (tile.is_zero[r]) {
         if (grad) std::fill_n(grad, classes, Real(0));
         if (grad_target) std::fill_n(grad_target, classes, Real(0));
         continue;
       }
       const auto lanes = lanes_of_row<Loss, Gammas, n>(tile, r, epsilon, detached, table);
-      const SharesOfRow<n, Real> share{rows.target[r], tile.target_step, shares};
+      [[maybe_unused]] const Real* share = rows.share[r];
       const Reals p_factor = spread<Reals>(tile.p_factor[r]), share_factor = spread<Reals>(tile.share_factor[r]);
       const Reals top_grad = spread<Reals>(tile.top_grad[r]);
       const auto grad_at = [&](int64_t j) __attribute__((always_inline)) {
         const Reals v = load_simd<Reals>(z + j);
-        const auto of_class = lanes.at(v, kUniform ? one_share : share.at(j));
-        const Reals value = of_class.e * p_factor - of_class.terms.slope * share_factor;
-        if (grad) store_simd(Reals(v == lanes.likely ? top_grad : value), grad + j);
+        Reals of_share = one_share;
         if constexpr (!kUniform) {
-          if (grad_target) {
-            const Reals top = spread<Reals>(tile.top_share_grad[r]);
-            const Reals of_share = v == lanes.likely ? top : of_class.terms.grad_share;
-            const Reals weight = load_simd<Reals>(class_weight + j * class_weight_step);
-            store_simd(share_grad<Reals, Real>(of_share, spread<Reals>(tile.share_grad_factor[r]), weight,
-                                               spread<Reals>(tile.weight_grad[r]), kLabelApart<Loss>),
-                       grad_target + j);
-          }
+          of_share = load_simd<Reals>(share + j);
+          prefetch(share + j + kAhead);
+        }
+        prefetch(z + j + kAhead);
+        prefetch(grad + j + kAhead);
+        const auto of_class = lanes.at(v, of_share);
+        const Reals slope = kUniform || kLabelApart<Loss> ? of_class.terms.slope : of_share * of_class.terms.slope;
+        const Reals value = of_class.e * p_factor - slope * share_factor;
+        if constexpr (kUniform) {
+          store_simd(Reals(v == lanes.likely ? top_grad : value), grad + j);
+        } else if (!kTarget || grad) {
+          store_simd(value, grad + j);
+        }
+        if constexpr (kTarget) {
+          const Reals top = spread<Reals>(tile.top_share_grad[r]);
+          const Reals of_share = v == lanes.likely ? top : of_class.terms.grad_share;
+          const Reals weight = load_simd<Reals>(class_weight + j * class_weight_step);
+          store_simd(share_grad<Reals, Real>(of_share, spread<Reals>(tile.share_grad_factor[r]), weight,
+                                             spread<Reals>(tile.weight_grad[r]), kLabelApart<Loss>),
+                     grad_target + j);
         }
       };
-      if (whole < classes) grad_at(classes - n);
-      for (int64_t j = 0; j < whole; j += n) grad_at(j);
-      if (tile.has_labels && grad) grad[tile.label[r]] = tile.label_grad[r];
+      for (int64_t j = 0, stop = whole;; j = classes - n, stop = classes) {
+        do {
+          grad_at(j);
+          j += n;
+        } while (j < stop);
+        if (stop == classes) break;
+      }
+      if (kTarget && !grad) continue;
+      if (!kUniform && tile.inv_sum_exp[r] > kUnlikely<Real>) grad[tile.special[r]] = tile.top_grad[r];
+      if (tile.has_labels) grad[tile.label[r]] = tile.label_grad[r];
     }
   }
 };

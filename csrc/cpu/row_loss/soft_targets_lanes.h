@@ -47,17 +47,17 @@ struct SoftTile : Tile<Real> {
   Real label_share[kTileRows];
   Real row_weight[kTileRows];  // factor of the row's loss
   Real first[16];              // 0, 1, 2, ...
-  int64_t target_step;         // 1; 0 without target probabilities
+  Real largest_log;            // bound of -log p; in memory like exp_zero
   bool has_labels;
 
   SoftTile() {
     for (int i = 0; i < 16; ++i) first[i] = static_cast<Real>(i);
+    largest_log = kLargestLog<Real>;
     // Rows beyond the last need values, because loops over a tile process whole vectors.
     std::fill_n(this->label, kTileRows, label_int<Real>(kNoTarget));
-    for (Real* numbers : {this->shift, this->sum_exp_others, this->target_logit, this->gamma, this->upstream, top_share,
-                          top_gamma, label_gamma, loss_sum, grad_sum, gamma_sum, others}) {
-      std::fill_n(numbers, kTileRows, Real(0));
-    }
+    const auto clear = [](auto&... numbers) { (std::fill_n(numbers, kTileRows, Real(0)), ...); };
+    clear(this->shift, this->sum_exp_others, this->target_logit, this->gamma, this->upstream, top_share, top_gamma,
+          label_gamma, loss_sum, grad_sum, gamma_sum, others);
   }
 };
 
@@ -176,31 +176,31 @@ FK_HOST_DEVICE Reals without(const Mask& mask, const Reals& x) {
 template <typename Loss, typename Gammas, typename Reals>
 struct SoftLanes {
   using Real = number_t<Reals>;
-  Reals max, log_s, inv_sum_exp, likely, most;
+  Reals max, log_s, inv_sum_exp, likely, most, largest_log;
   Real epsilon;
   typename Gammas::template Of<Loss, Reals> gammas;
 
+  // The terms are those of a share of 1, unless kLabelApart.
   struct Class {
     Reals e;  // e^(z - max)
     ClassTerms<Reals> terms;
   };
   FK_HOST_DEVICE Class at(const Reals& v, const Reals& share) const {
-    const ScaledExponential<Reals> parts = exponential_of_fall(Reals(max - v), most);
-    return at(v, Reals(parts.mantissa * parts.scale), share);
+    const Reals fall = max - v, bounded = fall > most ? most : fall;
+    const ScaledExponential<Reals> parts = scaled_exponential(-bounded);
+    // Where `bounded` differs from `fall`, p is 0.
+    return of(Reals(parts.mantissa * parts.scale), {fall + log_s, bounded + log_s}, share);
   }
   FK_HOST_DEVICE Class at(const Reals& v, const Reals& e, const Reals& share) const {
-    const Reals fall = max - v, p = e * inv_sum_exp;
-    if constexpr (kLabelApart<Loss>) {
-      return {e, Loss::unlikely_terms(p, Reals(fall + log_s), gammas.at(p), epsilon, share)};
-    } else {
-      const Reals one = Reals{} + Real(1);
-      ClassTerms<Reals> terms = Loss::unlikely_terms(p, Reals(fall + log_s), gammas.at(p), epsilon, one);
-      // A class with share 0 adds 0, even where its own loss is infinite. The other terms are finite.
-      terms.loss = share * without(share == Reals{}, terms.loss);
-      terms.slope *= share;
-      terms.grad_gamma *= share;
-      return {e, terms};
-    }
+    const Reals minus_log_p = (max - v) + log_s;
+    return of(e, {minus_log_p, minus_log_p > largest_log ? largest_log : minus_log_p}, share);
+  }
+
+ private:
+  FK_HOST_DEVICE Class of(const Reals& e, const MinusLog<Reals>& minus_log_p, const Reals& share) const {
+    const Reals p = e * inv_sum_exp;
+    const Reals of_share = kLabelApart<Loss> ? share : spread<Reals>(Real(1));
+    return {e, Loss::unlikely_terms(p, minus_log_p, gammas.at(p), epsilon, of_share)};
   }
 };
 
@@ -215,6 +215,7 @@ FK_HOST_DEVICE SoftLanes<Loss, Gammas, simd_t<Real, n>> lanes_of_row(const SoftT
           spread<Reals>(tile.inv_sum_exp[r]),
           spread<Reals>(tile.likely[r]),
           most,
+          spread<Reals>(tile.largest_log),
           epsilon,
           {spread<Reals>(tile.gamma[r]), detached, most, table}};
 }
@@ -229,6 +230,7 @@ FK_HOST_DEVICE SoftLanes<Loss, Gammas, simd_t<Real, n>> lanes_of_rows(const Soft
           load_simd<Reals>(tile.inv_sum_exp + r),
           load_simd<Reals>(tile.likely + r),
           most,
+          spread<Reals>(tile.largest_log),
           epsilon,
           {load_simd<Reals>(tile.gamma + r), detached, most, table}};
 }
@@ -243,6 +245,16 @@ struct SoftSums {
     loss += terms.loss;
     grad += terms.slope;
     if constexpr (kGamma) gamma += terms.grad_gamma;
+  }
+  // A class with share 0 adds 0, even where its own loss is infinite. The other terms are finite.
+  FK_HOST_DEVICE void add(const ClassTerms<Reals>& terms, const Reals& share) {
+    if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
+      loss = share != Reals{} ? loss + share * terms.loss : loss;
+    } else {
+      loss += share * without(share == Reals{}, terms.loss);
+    }
+    grad += share * terms.slope;
+    if constexpr (kGamma) gamma += share * terms.grad_gamma;
   }
   template <typename Fold>
   FK_HOST_DEVICE void flush(Fold fold) {

@@ -122,7 +122,7 @@ struct TopTerms<FocalFormula, WholeGammas<kGamma>> {
   template <typename Real>
   static FK_HOST_DEVICE ClassTerms<Real> of(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
     const Real p = tile.inv_sum_exp[r], u = tile.sum_exp_others[r] * p;
-    return FocalFormula::unlikely_terms(p, tile.log_s[r], WholeGammaAt<Real, kGamma>(u, detached), epsilon,
+    return FocalFormula::unlikely_terms(p, with_finite(tile.log_s[r]), WholeGammaAt<Real, kGamma>(u, detached), epsilon,
                                         tile.top_share[r]);
   }
 };
@@ -136,15 +136,16 @@ struct LabelTerms {
     // A loss without an inverse is NaN below 0.
     const bool in_domain = Loss::kHasInverse || !(given < Real(0));
     const AnyGamma<Real> gamma(in_domain ? given : std::numeric_limits<Real>::quiet_NaN(), detached);
-    return Loss::unlikely_terms(exponential(tile.log_p[r]), Real(-tile.log_p[r]), gamma, epsilon, tile.label_share[r]);
+    return Loss::unlikely_terms(exponential(tile.log_p[r]), with_finite(-tile.log_p[r]), gamma, epsilon,
+                                tile.label_share[r]);
   }
 };
 template <typename Loss, int kGamma>
 struct LabelTerms<Loss, WholeGammas<kGamma>> {
   template <typename Real>
   static FK_HOST_DEVICE ClassTerms<Real> of(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
-    return Loss::unlikely_terms(exponential(tile.log_p[r]), Real(-tile.log_p[r]), WholeGamma<Real, kGamma>(detached),
-                                epsilon, tile.label_share[r]);
+    return Loss::unlikely_terms(exponential(tile.log_p[r]), with_finite(-tile.log_p[r]),
+                                WholeGamma<Real, kGamma>(detached), epsilon, tile.label_share[r]);
   }
 };
 

@@ -243,5 +243,40 @@ struct Sum {
   }
 };
 
+// The sums over the lanes of two vectors, in the order of fold_lanes with Sum, in fewer instructions.
+template <typename Lane>
+struct TwoSums {
+  Lane first, second;
+};
+#ifdef FK_HAS_SHUFFLEVECTOR
+template <size_t distance, typename Vector, size_t... index>
+FK_HOST_DEVICE Vector add_lanes_apart(const Vector& v, std::index_sequence<index...> all) {
+  if constexpr (distance == 0) {
+    return v;
+  } else {
+    const Vector sums = v + __builtin_shufflevector(v, v, (index ^ distance)...);
+    return add_lanes_apart<distance / 2>(sums, all);
+  }
+}
+template <typename Vector, size_t... index>
+FK_HOST_DEVICE auto fold_two(const Vector& a, const Vector& b, std::index_sequence<index...> all) {
+  constexpr size_t n = sizeof...(index), half = n / 2;
+  // [low half of a, low half of b] + [high half of a, high half of b]
+  const Vector low = __builtin_shufflevector(a, b, (index < half ? index : index + half)...);
+  const Vector high = __builtin_shufflevector(a, b, (index < half ? index + half : index + n)...);
+  const Vector sums = add_lanes_apart<half / 2>(Vector(low + high), all);
+  return TwoSums<std::remove_cvref_t<decltype(a[0])>>{sums[0], sums[half]};
+}
+#endif
+template <typename Vector>
+FK_HOST_DEVICE auto fold_two(const Vector& a, const Vector& b) {
+  using Lane = std::remove_cvref_t<decltype(a[0])>;
+#ifdef FK_HAS_SHUFFLEVECTOR
+  return fold_two(a, b, std::make_index_sequence<sizeof(Vector) / sizeof(Lane)>());
+#else
+  return TwoSums<Lane>{fold_lanes(a, Sum{}), fold_lanes(b, Sum{})};
+#endif
+}
+
 }  // namespace
 }  // namespace focalkern::cpu
