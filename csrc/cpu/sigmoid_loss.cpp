@@ -10,10 +10,11 @@
 // targets and labels, and for small whole gammas (no logarithm, no second exponential) and any others. With labels of
 // many classes the loop treats every element as background. For the focal loss, the sign of the logit and the weight of
 // the elements with target 1 are changed before the loop; for the other losses, these elements are computed again after
-// it. Labels of few classes become one-hot targets.
+// it. Labels of few classes become one-hot targets. Dense targets of which few are not 0 are treated as labels, with
+// scores if not all of these are 1.
 //
-// A bfloat16 has only 65536 values. For a large tensor with hard targets and one number for each parameter, the kernel
-// first computes the results of all values, and the tiles look them up.
+// A bfloat16 has only 65536 values. For a large tensor with one number for each parameter, the kernel first computes
+// the results of all values for targets 0 and 1, and the tiles look them up. Targets in between are computed.
 
 #include <algorithm>
 #include <memory>
@@ -54,12 +55,15 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
     if (!reader.labels().is_valid) return {0, 0, false, reader.labels().invalid_label};
     sums.count -= reader.labels().ignored;
     Real* to = args.loss_wide ? args.loss_wide + first : buffer;
-    if (!look_up_if_possible(reader, view, table, n, to)) {
+    const auto compute = [&](const TileView<Real>& part, int64_t size, Real* loss) {
+      forward_tile<Scalar>(args, part, powers, size, loss);
+    };
+    const bool looked_up = look_up_if_possible(reader, view, table, n, to);
+    if (!looked_up) {
       view.input = reader.input(n);
-      compute_tile(reader, view, n, to, [&](const TileView<Real>& part, int64_t size, Real* loss) {
-        forward_tile<Scalar>(args, part, powers, size, loss);
-      });
+      compute(view, n, to);
     }
+    if (looked_up ? reader.has_scores() : reader.computes_ones_again()) compute_ones(reader, view, to, compute);
     reader.clear_ignored(to);
     sums.loss += sum_of(to, n);
     if (args.loss) store_run(to, n, args.loss + first);
@@ -82,15 +86,20 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
     TileView<Real> view = reader.view(first, last);
     if (args.grad_input) {
       Scalar* to = args.grad_input + first;
-      if (!look_up_if_possible(reader, view, table, n, to)) {
+      const auto compute = [&](const TileView<Real>& part, int64_t size, Real* slope) {
+        backward_tile<Scalar>(args, part, powers, size, slope);
+      };
+      const bool looked_up = look_up_if_possible(reader, view, table, n, to);
+      if (!looked_up) {
         view.input = reader.input(n);
-        Real* slopes_of_input = buffer;
-        if constexpr (std::is_same_v<Scalar, Real>) slopes_of_input = to;
-        compute_tile(reader, view, n, slopes_of_input, [&](const TileView<Real>& part, int64_t size, Real* slope) {
-          backward_tile<Scalar>(args, part, powers, size, slope);
-        });
-        if constexpr (!std::is_same_v<Scalar, Real>) store_run(buffer, n, to);
+        if constexpr (std::is_same_v<Scalar, Real>) {
+          compute(view, n, to);
+        } else {
+          compute(view, n, buffer);
+          store_run(buffer, n, to);
+        }
       }
+      if (looked_up ? reader.has_scores() : reader.computes_ones_again()) compute_ones(reader, view, to, compute);
       reader.clear_ignored(to);
     }
     if (!everything) continue;

@@ -124,6 +124,24 @@ def test_hard_and_soft_tiles_agree(device, name, dtype):
         assert_close(grads(soft, x)[0][same], grads(hard, x)[0][same])
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("nonzero", [1, 128, 129, 700])
+def test_dense_targets_of_which_few_are_not_0(device, name, dtype, nonzero):
+    """The CPU kernel treats up to 128 of them in a tile of 1024 elements as labels with scores."""
+    scores = torch.zeros(1500, device=device)
+    scores[torch.randperm(1024, device=device)[:nonzero]] = torch.rand(nonzero, device=device)
+    scores[1100], scores[1200], scores[1300], scores[-1] = 1.0, 0.75, -0.0, 0.25
+    t, exact_t = leaf(scores.to(dtype)), leaf(scores.to(dtype).double())
+    x = leaf((torch.randn(1500, device=device) * 6).to(dtype))
+    exact = leaf(x.double())
+    loss, expected = getattr(fk, name)(x, t, 2.0), getattr(reference, name)(exact, exact_t, 2.0)
+    assert_close(loss, expected)
+    inputs, exact_inputs = ([x], [exact]) if name == "ia_bce_loss" else ([x, t], [exact, exact_t])
+    for found, wanted in zip(grads(loss, inputs), grads(expected, exact_inputs), strict=True):
+        assert_close(found, wanted)
+
+
 def layouts(x):
     padded = torch.zeros(x.shape[0], x.shape[1] * 2, *x.shape[2:], dtype=x.dtype, device=x.device)
     padded[:, ::2] = x

@@ -1,9 +1,10 @@
 // Looks up results in a table for all 65536 values of a bfloat16, with a target of 0 and of 1.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
+#include <vector>
 
 #include "cpu/sigmoid_loss/tile.h"
 #include "cpu/sigmoid_loss/tile_reader.h"
@@ -37,13 +38,20 @@ FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const BFloat16* tabl
 template <bool kHard, typename Result>
 FK_AVX512 void look_up(const BFloat16* input, const float* target, const Result* table, int64_t n, Result* to) {
   constexpr __mmask16 kAll = 0xffff;
+  constexpr int64_t kLine = 64 / sizeof(BFloat16);
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    look_up_vector(place_in_table<kHard>(input + i, target + i, kAll), table, kAll, to + i);
+  for (; i + kLine <= n; i += kLine) {
+    // The next tile. The losses of a tile stay in the cache, but gradients are in the user's memory.
+    __builtin_prefetch(input + i + kTile);
+    if constexpr (std::is_same_v<Result, BFloat16>) __builtin_prefetch(to + i + kTile, 1);
+    for (int64_t k = i; k < i + kLine; k += 16) {
+      look_up_vector(place_in_table<kHard>(input + k, target + k, kAll), table, kAll, to + k);
+    }
   }
-  if (i == n) return;
-  const auto mask = static_cast<__mmask16>((1u << (n - i)) - 1);
-  look_up_vector(place_in_table<kHard>(input + i, target + i, mask), table, mask, to + i);
+  for (; i < n; i += 16) {
+    const auto mask = static_cast<__mmask16>((1u << std::min<int64_t>(16, n - i)) - 1);
+    look_up_vector(place_in_table<kHard>(input + i, target + i, mask), table, mask, to + i);
+  }
 }
 
 template <typename Result>
@@ -51,6 +59,7 @@ void look_up_tile(const TileReader<BFloat16>& reader, const TileView<float>& vie
                   Result* to) {
   if (view.targets == Targets::kHard) return look_up<true>(reader.logits(), view.target, table, n, to);
   look_up<false>(reader.logits(), view.target, table, n, to);
+  if (reader.has_scores()) return;
   const TileLabels& labels = reader.labels();
   for (int64_t k = 0; k < labels.ones; ++k) {
     const int64_t i = labels.one[k];
@@ -59,7 +68,7 @@ void look_up_tile(const TileReader<BFloat16>& reader, const TileView<float>& vie
 }
 #endif
 
-// Returns whether the tile was looked up.
+// Returns whether the tile was looked up. Ones that have scores are left out.
 template <typename Scalar, typename Result>
 bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, const Result* table,
                          int64_t n, Result* to) {
@@ -74,9 +83,9 @@ bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<comput
   return false;
 }
 
-// Whether results depend only on the logit and a hard target. Only the targets of the first tile are checked.
+// Whether most results depend only on the logit and a hard target. Only the targets of the first tile are checked.
 bool can_be_looked_up(const SigmoidLossArgs<BFloat16>& args) {
-  if (!has_avx512() || args.gamma.data || args.second.data || args.weight.data || args.scores.data) return false;
+  if (!has_avx512() || args.gamma.data || args.second.data || args.weight.data) return false;
   TileReader<BFloat16> reader(args, 1.0f, 1.0f, nullptr);
   return reader.view(0, std::min(kTile, args.space.size)).targets != Targets::kSoft;
 }

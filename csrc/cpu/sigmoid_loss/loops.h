@@ -265,18 +265,14 @@ void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<compute_t
   });
 }
 
-// Computes a tile with compute(view, n, to). With labels of some losses, it then computes the elements of target 1
-// again.
-template <typename Scalar, typename Compute>
-void compute_tile(TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, int64_t n, compute_t<Scalar>* to,
-                  Compute compute) {
-  compute(view, n, to);
+// Computes the ones of a tile with compute(view, n, to).
+template <typename Scalar, typename Result, typename Compute>
+void compute_ones(TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, Result* to, Compute compute) {
   const TileLabels& labels = reader.labels();
-  if (view.targets == Targets::kLabels && labels.ones > 0 && reader.computes_ones_again()) {
-    alignas(64) compute_t<Scalar> of_ones[kTile];
-    compute(reader.ones(view), reader.padded_ones(), of_ones);
-    for (int64_t k = 0; k < labels.ones; ++k) to[labels.one[k]] = of_ones[k];
-  }
+  if (view.targets != Targets::kLabels || labels.ones == 0) return;
+  alignas(64) compute_t<Scalar> of_ones[kTile];
+  compute(reader.ones(view), reader.padded_ones(), of_ones);
+  for (int64_t k = 0; k < labels.ones; ++k) to[labels.one[k]] = Store<Result>::from_compute(of_ones[k]);
 }
 
 }  // namespace

@@ -9,14 +9,16 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kTile = 1024;     // elements
-constexpr int64_t kBlock = 64;      // elements between two prefetches
-constexpr int64_t kFewClasses = 8;  // up to this many, labels become one-hot shares
-constexpr int64_t kRowGroup = 16;   // rows of few classes that are handled at once
+constexpr int64_t kTile = 1024;        // elements
+constexpr int64_t kBlock = 64;         // elements between two prefetches
+constexpr int64_t kFewClasses = 8;     // up to this many, labels become one-hot shares
+constexpr int64_t kRowGroup = 16;      // rows of few classes that are handled at once
+constexpr int64_t kMostNonzero = 128;  // up to this many dense targets that are not 0 are treated as labels
 
 enum class Targets { kSoft, kHard, kLabels };  // any share; 0 or 1; 0 except at TileLabels::one
 
-// The labels of a tile, if they do not become shares.
+// The labels of a tile, if they do not become shares. `one` also holds the positions of a few dense targets that are
+// not 0.
 struct TileLabels {
   bool is_valid = true;
   int64_t invalid_label = 0;

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
+#include "cpu/sigmoid_loss/dense_targets.h"
 #include "cpu/sigmoid_loss/labels.h"
 #include "cpu/sigmoid_loss/read.h"
 #include "cpu/sigmoid_loss/tile.h"
@@ -14,51 +16,6 @@
 
 namespace focalkern::cpu {
 namespace {
-
-// Whether all targets are 0 or 1. Only then is t^2 - t 0 (never -0), for every rounding.
-template <typename Bits, typename Real>
-FK_VECTOR_CLONES bool all_hard_of_real(const Real* target, int64_t n) {
-  Bits found = 0;
-  const int64_t half = n / 2;
-#pragma omp simd reduction(| : found)
-  for (int64_t i = 0; i < half; ++i) {
-    const Real first = target[i], second = target[i + half];
-    found |= bit_cast<Bits>(first * first - first) | bit_cast<Bits>(second * second - second);
-  }
-  for (int64_t i = 2 * half; i < n; ++i) found |= bit_cast<Bits>(target[i] * target[i] - target[i]);
-  return found == 0;
-}
-
-// all_hard for 16-bit floats, by their bits: two instructions per vector instead of conversions. In the bits of 0, no
-// two neighbours differ. In those of 1, neighbours differ only at the two ends of the run of set bits.
-template <typename Stored, typename Bits, int kMantissaBits>
-FK_VECTOR_CLONES bool all_hard_of_bits(const Stored* target, int64_t n) {
-  Bits changes = 0, set = 0;
-  const int64_t quarter = n / 4;
-#pragma omp simd reduction(| : changes, set)
-  for (int64_t i = 0; i < quarter; ++i) {
-    const Bits first = bit_cast<Bits>(target[i]), second = bit_cast<Bits>(target[i + quarter]);
-    const Bits third = bit_cast<Bits>(target[i + 2 * quarter]), fourth = bit_cast<Bits>(target[i + 3 * quarter]);
-    changes |=
-        static_cast<Bits>((first ^ static_cast<Bits>(first + first)) | (second ^ static_cast<Bits>(second + second)));
-    changes |=
-        static_cast<Bits>((third ^ static_cast<Bits>(third + third)) | (fourth ^ static_cast<Bits>(fourth + fourth)));
-    set |= static_cast<Bits>((first | second) | (third | fourth));
-  }
-  for (int64_t i = 4 * quarter; i < n; ++i) {
-    const Bits bits = bit_cast<Bits>(target[i]);
-    changes |= static_cast<Bits>(bits ^ static_cast<Bits>(bits + bits));
-    set |= bits;
-  }
-  constexpr int kBits = 8 * sizeof(Bits);
-  constexpr auto kOfOne = static_cast<Bits>(Bits(1) << kMantissaBits | Bits(1) << (kBits - 2));
-  return (changes & static_cast<Bits>(~kOfOne)) == 0 && set >> (kBits - 1) == 0;
-}
-
-bool all_hard(const float* target, int64_t n) { return all_hard_of_real<uint32_t>(target, n); }
-bool all_hard(const double* target, int64_t n) { return all_hard_of_real<uint64_t>(target, n); }
-bool all_hard(const Half* target, int64_t n) { return all_hard_of_bits<Half, uint16_t, 10>(target, n); }
-bool all_hard(const BFloat16* target, int64_t n) { return all_hard_of_bits<BFloat16, uint16_t, 7>(target, n); }
 
 template <typename Real>
 FK_VECTOR_CLONES void fill(Real value, int64_t n, Real* to) {
@@ -103,7 +60,7 @@ class TileReader {
         factor_(factor),
         sign_of_one_(sign_of_one),
         grad_loss_(grad_loss && grad_loss->data ? grad_loss : nullptr) {
-    if (args.target_is_labels) fill(Real(1), kTile, signs_);
+    fill(Real(1), kTile, signs_);
     fill_number(args.gamma, gamma_);
     if (args.loss_kind == SigmoidLoss::kAsymmetric) fill_number(args.second, second_);
     if (args.has_alpha) {
@@ -132,6 +89,9 @@ class TileReader {
     const int64_t n = end - begin;
     TileView<Real> view{};
     flip_ones(false);
+    labels_.is_valid = true;
+    labels_.ones = labels_.ignored_runs = labels_.ignored = 0;
+    match_scores_ = nullptr;
     logits_ = read_input(args_, begin, end, raw_);
     view.gamma = read_or_number(args_.gamma, begin, end, gamma_);
     view.second = read_or_number(args_.second, begin, end, second_);
@@ -147,8 +107,6 @@ class TileReader {
       multiply(read(*grad_loss_, args_.space, begin, end, grad_), n, own_scale_);
     }
     if (args_.target_is_labels) {
-      labels_.is_valid = true;
-      labels_.ones = labels_.ignored_runs = labels_.ignored = 0;
       const Real* shares = nullptr;
       with_type(args_.target, [&](const auto* labels) {
         if constexpr (std::is_integral_v<std::decay_t<decltype(*labels)>>) {
@@ -190,34 +148,38 @@ class TileReader {
   }
 
   const TileLabels& labels() const { return labels_; }
-  // Whether elements of target 1 need a second computation: changing sign and weight does not turn their loss into that
-  // of target 0.
+  // Whether the ones have scores.
+  bool has_scores() const { return match_scores_ != nullptr; }
+  // Whether the ones need a second computation: changing sign and weight does not turn their loss into that of target
+  // 0.
   bool computes_ones_again() const {
-    return args_.loss_kind == SigmoidLoss::kAsymmetric || is_scored(args_.loss_kind) || args_.scores.data != nullptr;
+    return args_.loss_kind == SigmoidLoss::kAsymmetric || is_scored(args_.loss_kind) || has_scores();
   }
 
   // Elements of target 1 in a tile of labels, gathered and padded to whole vectors with the first one.
   int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }
   TileView<Real> ones(const TileView<Real>& tile) {
-    if (!ones_) {
-      ones_ = std::make_unique_for_overwrite<Ones>();
-      std::fill_n(ones_->target, kTile, Real(1));
-    }
+    if (!ones_) ones_ = std::make_unique_for_overwrite<Ones>();
     const auto gather = [&](const auto* from, auto* to) {
-      for (int64_t k = 0; k < padded_ones(); ++k) to[k] = from[labels_.one[k < labels_.ones ? k : 0]];
+      for (int64_t k = 0; k < padded_ones(); ++k) to[k] = load_as_compute(from[labels_.one[k < labels_.ones ? k : 0]]);
       return to;
     };
     TileView<Real> view = tile;
-    view.targets = args_.scores.data ? Targets::kSoft : Targets::kHard;
+    view.targets = has_scores() ? Targets::kSoft : Targets::kHard;
     view.target_size = 0;
-    view.input = gather(tile.input, ones_->input);
+    view.input = gather(logits_, ones_->input);
     view.target = ones_->target;
-    if (args_.scores.data) {
+    if (has_scores()) {
       gather(match_scores_, ones_->target);
       for (int64_t k = 0; k < padded_ones(); ++k) ones_->target[k] = score_of_match(ones_->target[k]);
+    } else {
+      std::fill_n(ones_->target, padded_ones(), Real(1));
     }
     if (args_.gamma.data) view.gamma = gather(tile.gamma, ones_->gamma);
-    if (args_.second.data) view.second = gather(tile.second, ones_->second);
+    if (args_.second.data) {
+      view.second = gather(tile.second, ones_->second);
+      view.negative = gather(tile.negative, ones_->negative);
+    }
     if (args_.weight.data || grad_loss_) view.scale = gather(tile.scale, ones_->scale);
     if (!has_numbers_) view.one = gather(tile.one, ones_->one);
     return view;
@@ -228,7 +190,7 @@ class TileReader {
     fill(Real(0), n, target_);
     for (int64_t k = 0; k < labels_.ones; ++k) {
       const int64_t i = labels_.one[k];
-      target_[i] = args_.scores.data ? score_of_match(match_scores_[i]) : Real(1);
+      target_[i] = has_scores() ? score_of_match(match_scores_[i]) : Real(1);
     }
   }
 
@@ -248,20 +210,43 @@ class TileReader {
 
   void read_target(int64_t begin, int64_t end, TileView<Real>* view) {
     const int64_t n = end - begin;
-    view->target = read(args_.target, args_.space, begin, end, target_);
     bool known = false, hard = false;
     if (args_.target.dense) {
       with_type(args_.target, [&](const auto* data) {
-        view->target_source = reinterpret_cast<const char*>(data + begin);
-        view->target_size = sizeof(*data);
-        if constexpr (!std::is_integral_v<std::decay_t<decltype(*data)>>) {
+        const auto* source = data + begin;
+        view->target_source = reinterpret_cast<const char*>(source);
+        view->target_size = sizeof(*source);
+        if constexpr (!std::is_integral_v<std::decay_t<decltype(*source)>>) {
+          // In float32, hard targets in place take fewer instructions than their search.
           known = true;
-          hard = all_hard(data + begin, n);
+          hard = sizeof(*source) > 2 && last_was_hard_ && all_hard(source, n);
+          if (hard) return;
+          if (find_nonzero(source, n, &labels_)) return take_ones(source, view);
+          labels_.ones = 0;
+          hard = all_hard(source, n);
         }
       });
     }
+    if (view->target) return;
+    view->target = read(args_.target, args_.space, begin, end, target_);
     if (!known) hard = all_hard(view->target, n);
+    last_was_hard_ = hard;
     view->targets = hard ? Targets::kHard : Targets::kSoft;
+  }
+
+  // Treats a dense target of which labels_ has the ones as labels; with scores, if not all of them are 1.
+  template <typename Stored>
+  void take_ones(const Stored* target, TileView<Real>* view) {
+    bool has_scores = false;
+    for (int64_t k = 0; k < labels_.ones; ++k) {
+      const int64_t i = labels_.one[k];
+      scores_[i] = static_cast<Real>(load_as_compute(target[i]));
+      has_scores |= scores_[i] != Real(1);
+    }
+    match_scores_ = has_scores ? scores_ : nullptr;
+    last_was_hard_ = !has_scores;
+    view->targets = Targets::kLabels;
+    view->target = target_;
   }
 
   // At the ones of the tile, sets the logit's sign to -1 and the weight to that of a one; flip = false undoes it.
@@ -297,16 +282,17 @@ class TileReader {
   const SigmoidLossArgs<Scalar>& args_;
   Real factor_;  // factor of every scale
   Real sign_of_one_;
-  const Operand* grad_loss_;  // null if it is one number
-  bool has_numbers_;          // TileView::one and zero are each one number
-  bool are_flipped_ = false;  // whether signs_ and zero_ are set for the ones of labels_
+  const Operand* grad_loss_;   // null if it is one number
+  bool has_numbers_;           // TileView::one and zero are each one number
+  bool last_was_hard_ = true;  // of the last dense target
+  bool are_flipped_ = false;   // whether signs_ and zero_ are set for the ones of labels_
   TileLabels labels_;
   struct Ones {
-    Real input[kTile], target[kTile], gamma[kTile], second[kTile], scale[kTile], one[kTile];
+    Real input[kTile], target[kTile], gamma[kTile], second[kTile], negative[kTile], scale[kTile], one[kTile];
   };
   std::unique_ptr<Ones> ones_;
   const Scalar* logits_ = nullptr;
-  const Real* match_scores_ = nullptr;  // of the last view
+  const Real* match_scores_ = nullptr;  // of the ones of labels_, at their positions in the tile; or null
   alignas(64) Scalar raw_[kTile];
   alignas(64) Real input_[std::is_same_v<Scalar, Real> ? 1 : kTile];
   alignas(64) Real target_[kTile + (kRowGroup + 1) * kFewClasses];
