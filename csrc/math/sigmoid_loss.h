@@ -99,7 +99,9 @@ struct FocalElement {
     const Real b_over_v = agrees ? (z.e == Real(0) ? Real(1) : z.log1p_e / z.e) : b / v;
     terms.slope_target = (with.positive - with.negative) * power * b +
                          (with.gamma.exponent * -z.sign * (Real(1) - z.e) * (factor * b_over_v) - factor * x);
-    terms.slope_gamma = times_log(terms.loss, log_u);
+    // v = 1 - (1 - A) (1 - e)
+    const Real exact_log_v = log_with_rest(log_v, v, in_favour * (Real(1) - z.e));
+    terms.slope_gamma = times_log(terms.loss, exact_log_v - z.log1p_e);
     terms.slope_positive = Real(0);
     return terms;
   }
@@ -116,6 +118,7 @@ struct QualityElement {
     const Real t = checked_share(share);
     const LogitPieces<Real> z = logit_pieces(x);
     const Real against = z.positive ? Real(1) - t : t;
+    const Real in_favour = z.positive ? t : Real(1) - t;
     const bool agrees = against == Real(0);
     const Real b = share_of(against, z.size) + z.log1p_e;
     // p - t, divided by the sign of x.
@@ -134,7 +137,9 @@ struct QualityElement {
     terms.slope = z.sign * factor * (gap + with.gamma.exponent * ratio * b);
     const Real b_over_gap = agrees ? -(z.e == Real(0) ? Real(1) : z.log1p_e / z.e) / z.r : b / divisor;
     terms.slope_target = -z.sign * with.gamma.exponent * factor * b_over_gap - factor * x;
-    terms.slope_gamma = size == Real(0) ? Real(0) : times_log(terms.loss, log_size);
+    // Where |p - t| is near 1, it is 1 - (1 - A + e r).
+    const Real exact_log_size = log_with_rest(log_size, size, in_favour + z.e * z.r);
+    terms.slope_gamma = size == Real(0) ? Real(0) : times_log(terms.loss, exact_log_size);
     terms.slope_positive = Real(0);
     return terms;
   }
@@ -197,7 +202,8 @@ struct AsymmetricElement {
     terms.loss = share_of(t, positive_loss) + share_of(share_of_rest, negative_loss);
     terms.slope = share_of(t, positive_slope) + share_of(share_of_rest, negative_slope);
     terms.slope_target = (positive_loss - negative_loss) + (t - t);
-    terms.slope_gamma = share_of(share_of_rest, times_log(negative_loss, log_v));
+    const Real exact_log_v = shifted ? log_with_rest(log_v, v, rest) : log_v;
+    terms.slope_gamma = share_of(share_of_rest, times_log(negative_loss, exact_log_v));
     terms.slope_positive = share_of(t, times_log(positive_loss, -minus_log_q));
     return terms;
   }

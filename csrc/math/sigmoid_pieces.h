@@ -219,4 +219,11 @@ FK_HOST_DEVICE Real times_log(Real x, Real log_y) {
   return x == Real(0) ? Real(0) : x * log_y;
 }
 
+// log y for a y that was rounded, from log y and 1 - y. Near 1 the logarithm is about y - 1, so the rounding error of y
+// is large relative to it. Below 1/2 it is not, and `rest` is not read.
+template <typename Real>
+FK_HOST_DEVICE Real log_with_rest(Real log_y, Real y, Real rest) {
+  return y > Real(0.5) ? log_y + ((Real(1) - y) - rest) : log_y;
+}
+
 }  // namespace focalkern

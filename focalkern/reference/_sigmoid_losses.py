@@ -74,9 +74,13 @@ def power(log_base: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(nothing, (exponent == 0).to(found.dtype), found)
 
 
-def _log(base: Tensor) -> Tensor:
-    nothing = base == 0
-    return torch.where(nothing, -torch.inf, torch.where(nothing, 1.0, base).log())
+def _log(base: Tensor, rest: Tensor) -> Tensor:
+    """log(base) for ``rest`` = 1 - base, which has the digits that base loses near 1."""
+    nothing, near_one = base == 0, base > 0.5
+    log_base = torch.where(nothing | near_one, 1.0, base).log()
+    return torch.where(
+        nothing, -torch.inf, torch.where(near_one, (-torch.where(near_one, rest, 0.0)).log1p(), log_base)
+    )
 
 
 def reduce_elements(
@@ -136,16 +140,18 @@ def sigmoid_focal_loss(
     rest = 1.0 - t
     log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
     b = of_share(t, -log_p) + of_share(rest, -log_q)
-    u = torch.where(x.abs() > _SATURATED, torch.where(x > 0, rest, t), t * _sigmoid(-x) + rest * _sigmoid(x))
-    gamma = parameter_tensor(gamma, x)
+    saturated, p, q = x.abs() > _SATURATED, _sigmoid(x), _sigmoid(-x)
+    u = torch.where(saturated, torch.where(x > 0, rest, t), t * q + rest * p)
+    rest_of_u = torch.where(saturated, torch.where(x > 0, t, rest), t * p + rest * q)
     if t.requires_grad:
         # The derivative in the target needs u as the sum, also for hard targets.
-        factor = torch.where(u == 0, (gamma == 0).to(x.dtype), torch.where(u == 0, 1.0, u).pow(gamma))
+        log_u = _log(u, rest_of_u)
     else:
         # For a hard target u is p or 1 - p. It may underflow, but log p and log(1 - p) do not.
-        log_u = torch.where(t == 1, log_q, torch.where(t == 0, log_p, _log(torch.where((t == 0) | (t == 1), 1.0, u))))
-        factor = power(log_u, gamma)
-    loss = factor * b
+        is_hard = (t == 0) | (t == 1)
+        log_u = _log(torch.where(is_hard, 0.5, u), rest_of_u)
+        log_u = torch.where(t == 1, log_q, torch.where(t == 0, log_p, log_u))
+    loss = power(log_u, parameter_tensor(gamma, x)) * b
     if alpha is not None:
         alpha = parameter_tensor(alpha, x)
         loss = loss * (alpha * t + (1.0 - alpha) * rest)
@@ -196,12 +202,10 @@ def asymmetric_loss(
     log_v, log_rest = log_p, log_q
     if margin > 0:
         v = log_p.exp() - margin
+        rest = log_q.exp() + margin  # 1 - v = (1 - p) + margin does not cancel
         easy, small = v <= 0, v < 0.5
-        log_v = torch.where(easy, 0.0, torch.where(easy, 1.0, v).log())
-        # 1 - v = (1 - p) + margin does not cancel.
-        log_rest = torch.where(
-            small, (-torch.where(small, v, 0.0)).log1p(), (torch.where(small, 1.0, log_q.exp() + margin)).log()
-        )
+        log_v = torch.where(easy, 0.0, _log(torch.where(easy, 0.5, v), rest))
+        log_rest = torch.where(small, (-torch.where(small, v, 0.0)).log1p(), torch.where(small, 1.0, rest).log())
         log_rest = torch.where(easy, 0.0, log_rest)
     positive = power(log_q, parameter_tensor(gamma_positive, x)) * -log_p
     negative = power(log_v, parameter_tensor(gamma_negative, x)) * -log_rest
@@ -250,16 +254,19 @@ def quality_focal_loss(
     b = of_share(t, -log_p) + of_share(rest, -log_q)
     # For a hard target, this form of t - p does not cancel.
     positive = x > 0
-    gap = torch.where(positive, rest - _sigmoid(-x), t - _sigmoid(x))
+    smaller = _sigmoid(torch.where(positive, -x, x))
+    gap = torch.where(positive, rest, t) - smaller
     size = torch.where(gap < 0, -gap, gap)
-    beta = parameter_tensor(beta, x)
+    rest_of_size = torch.where(positive, t, rest) + smaller
     if t.requires_grad:
-        factor = torch.where(size == 0, (beta == 0).to(x.dtype), torch.where(size == 0, 1.0, size).pow(beta))
+        log_size = _log(size, rest_of_size)
     else:
+        # Where the logit agrees with a hard target, the distance may underflow; its logarithm does not.
         agrees = torch.where(positive, t == 1, t == 0)
-        log_size = torch.where(agrees, torch.where(positive, log_q, log_p), _log(torch.where(agrees, 1.0, size)))
-        factor = power(log_size, beta)
-    return reduce_elements(factor * b, input, weight, counts, reduction)
+        log_size = _log(torch.where(agrees, 0.5, size), rest_of_size)
+        log_size = torch.where(agrees, torch.where(positive, log_q, log_p), log_size)
+    loss = power(log_size, parameter_tensor(beta, x)) * b
+    return reduce_elements(loss, input, weight, counts, reduction)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -114,6 +114,34 @@ def test_slope_in_gamma_at_300_digits(device):
                 assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+# The kernels' formulas; the definition, which is differentiated twice; and the definition with a target that requires
+# grad.
+@pytest.mark.parametrize("form", ["kernel", "definition", "differentiable target"])
+@pytest.mark.parametrize("name", ["sigmoid_focal_loss", "quality_focal_loss", "asymmetric_loss"])
+def test_slope_in_gamma_keeps_its_digits_where_the_logit_is_confidently_wrong(device, dtype, form, name):
+    """u, |t - p| and p - margin are near 1 there, so their logarithm is small. The targets are hard, or nearly."""
+    pairs = [(x, t) for x in (2.0, 8.0, 16.0, 18.0, 40.0) for t in (0.0, 2.0**-20, 2.0**-10)]
+    if name != "asymmetric_loss":  # its gamma is that of negatives
+        pairs += [(-x, 1 - t) for x, t in pairs]
+    x, t = (torch.tensor(list(column), dtype=dtype, device=device) for column in zip(*pairs, strict=True))
+    with oracle.precision():
+        of = {
+            "sigmoid_focal_loss": oracle.sigmoid_focal,
+            "quality_focal_loss": oracle.quality,
+            "asymmetric_loss": lambda x, t, gamma: oracle.asymmetric(x, t, gamma, 1.0, 2.0**-20),
+        }[name]
+        expected = [float(oracle.gradient(lambda v, x=x, t=t: of(x, t, v[0]), [1.5])[0]) for x, t in pairs]
+    options = {"sigmoid_focal_loss": {"alpha": None}, "asymmetric_loss": {"margin": 2.0**-20}}.get(name, {})
+    if form == "differentiable target":
+        t = leaf(t)
+    gamma = leaf(torch.full_like(x, 1.5))
+    loss = getattr(fk, name)(x, t, gamma, **options)
+    (slope,) = torch.autograd.grad(loss.sum(), gamma, create_graph=form == "definition")
+    relative = torch.tensor(expected, dtype=torch.float64) / slope.detach().cpu().double() - 1
+    assert relative.abs().max() < (1e-6 if dtype == torch.float32 else 2e-15)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", NAMES)
 def test_finite_at_every_logit(device, dtype, name):
