@@ -21,9 +21,11 @@ class GammaTable:
     neighbouring edges make an empty bin. Edges are rounded to the dtype in which the loss computes (float32, or float64
     for float64 logits). Gamma is a constant: no gradient flows through the look-up.
 
-    A p that equals an edge in exact arithmetic may be rounded to either side of it: for two equal logits the computed p
-    is 0.5 up to its last digit, so with an edge at 0.5 the look-up may take either gamma. One device always takes the
-    same bin; the CPU, a GPU and plain torch may differ. An edge at 0.499 instead of 0.5 avoids this.
+    A p that equals an edge in exact arithmetic may be rounded to either side of it: for five equal logits the computed
+    p is 0.2 up to its last digit, so with an edge at 0.2 the look-up may take either gamma. The same call takes the
+    same bin on every run. The CPU, a GPU and plain torch may differ, and so may two losses, or a label and the other
+    classes of its row with ``label_smoothing``, because some formulas compute p from log p. An edge at 0.199 instead of
+    0.2 avoids this.
 
     Args:
         edges: [n_bins + 1] numbers or a 1-D tensor, floating point, ascending (equal neighbours are allowed).
