@@ -128,8 +128,12 @@ __device__ __forceinline__ RowLoss<compute_t<Scalar>> loss_of_row(const RowLossF
   if (label < 0) return {{0, 0, 0, 0}, label == kIgnored ? Real(0) : kNaN<Real>, 0};
   const TargetLogs<Real> logs = target_logs(z_target, rest);
   const Real gamma = gamma_at_log(args, row, logs.log_p);
-  const Real weight = args.class_weight != nullptr ? args.class_weight[label] : Real(1);
-  return {logs, weight * focal_loss_alone(logs.log_p, logs.log_u, gamma), weight};
+  Real loss = focal_loss_alone(logs.log_p, logs.log_u, gamma), weight = Real(1);
+  if (args.class_weight != nullptr) {
+    weight = args.class_weight[label];
+    loss = weighted_loss(weight, loss);
+  }
+  return {logs, loss, weight};
 }
 
 template <typename Scalar>

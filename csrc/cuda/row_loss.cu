@@ -117,7 +117,7 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_forward_kernel(
     Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
     if (row.is_live) {
       const Real weight = weight_of(args, row.label);
-      loss = weight * Loss::template loss<Loss::kHasInverse>(numbers_of<Loss, Scalar>(args, row, kept));
+      loss = weighted_loss(weight, Loss::template loss<Loss::kHasInverse>(numbers_of<Loss, Scalar>(args, row, kept)));
       weight_sum += static_cast<double>(weight);
     } else {
       kept = {0, 0, 0, kIgnored};

@@ -59,6 +59,14 @@ FK_HOST_DEVICE Real weighted_slope(Real weight, Real slope) {
   return (weight == Real(0)) & infinite ? Real(0) : weight * slope;
 }
 
+// The loss of a row times its class weight. A weight of 0 gives 0, even if the loss is infinite because its target is
+// impossible.
+template <typename Real>
+FK_HOST_DEVICE Real weighted_loss(Real weight, Real loss) {
+  const bool infinite = loss == std::numeric_limits<Real>::infinity();
+  return (weight == Real(0)) & infinite ? Real(0) : weight * loss;
+}
+
 // The factor f, the coefficient c and dL/dgamma = -df/dgamma log p, which share two exponentials.
 template <typename Real>
 struct FocalTerms {

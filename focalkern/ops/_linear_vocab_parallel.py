@@ -17,6 +17,7 @@ from focalkern.ops._vocab_slices import (
     refuse_second_derivatives,
     slopes,
     statistics,
+    weighted,
 )
 from focalkern.ops._vocab_soft import Shares, SoftRows, Terms, label_statistics, soft_gradients, soft_losses
 from focalkern.ops.row_sums import row_sums
@@ -122,7 +123,7 @@ def chunks_over_ranks(
                 loss, slope, rise = slopes(statistic.margin, of_row, settings)
                 if z_loss:
                     loss = loss + z_loss * torch.where(here.counts, statistic.lse, 0.0).square()
-                losses[where], of_gamma[where] = loss * per_row, rise * per_row
+                losses[where], of_gamma[where] = weighted(per_row, loss), rise * per_row
                 result[:, where] = torch.stack([*statistic[:3], slope])
             if options.return_stats and statistic is not None and sums is not None:
                 stats[:, where] = packed_stats(sums, here, statistic)

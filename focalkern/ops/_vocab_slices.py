@@ -40,6 +40,7 @@ __all__ = [
     "slice_of",
     "slopes",
     "statistics",
+    "weighted",
 ]
 
 
@@ -165,6 +166,11 @@ class Split(NamedTuple):
             return self.counts.to(dtype)
         index = torch.where(self.counts & self.legal, self.target, 0).long()
         return torch.where(self.counts, weight.to(dtype)[index], 0.0)
+
+
+def weighted(row_weights: Tensor, losses: Tensor) -> Tensor:
+    """The losses times the weights of their rows; 0 for a weight of 0, even if the loss is infinite."""
+    return torch.where((row_weights == 0) & (losses == torch.inf), 0.0, row_weights * losses)
 
 
 def slice_of(label: Tensor, owned: Tensor) -> Split:

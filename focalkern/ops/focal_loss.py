@@ -107,7 +107,7 @@ def focal_loss(
     and in general, with t = (1 - e) target + e / C, class weights w and f the factor of log p above,
     ``L = -sum_i w_i t_i f(p_i) log p_i``. Everything but gamma is the contract of
     :func:`torch.nn.functional.cross_entropy`, and gamma = 0 is equal to it. One difference: a class without target
-    mass contributes 0 even where its logit is -inf, for which torch returns NaN.
+    mass, or with weight 0, contributes 0 even where its logit is -inf, for which torch returns NaN.
 
     Nothing is clamped and no epsilon is added: 1 - p is computed from the other classes, so the loss and its gradient
     keep full relative precision as p -> 1. float16, bfloat16 and float32 are computed in float32, float64 in float64;

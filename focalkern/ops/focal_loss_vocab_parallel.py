@@ -23,6 +23,7 @@ from focalkern.ops._vocab_slices import (
     row_losses,
     slice_of,
     statistics,
+    weighted,
 )
 from focalkern.ops._vocab_soft import label_statistics, soft_losses_of_slices
 from focalkern.ops.row_sums import row_sums
@@ -245,7 +246,7 @@ def loss_of_slices(
         losses = row_losses(torch.where(split.counts, statistic.margin, 0.0), gammas, settings)
         if z_loss:
             losses = losses + z_loss * torch.where(split.counts, statistic.lse, 0.0).square()
-        losses = losses * split.row_weights(weight, losses.dtype)
+        losses = weighted(split.row_weights(weight, losses.dtype), losses)
     loss = reduced(losses, split, None if soft else weight, reduction)
     is_half = logits.dtype in HALVES and autocast_is_on(logits.device.type)
     loss = loss.to(torch.float32 if is_half else logits.dtype)

@@ -246,3 +246,29 @@ def test_detached_modulation_changes_the_gradient_only(device):
         assert whole == detached
         difference = torch.autograd.grad(whole, z)[0] - torch.autograd.grad(detached, z)[0]
         assert difference.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, target, **options: fk.focal_loss(z, target, 2.0, z_loss=1e-4, **options),
+        lambda z, target, **options: fk.focal_loss(z, target, 2.0, return_stats=True, **options).loss,
+        lambda z, target, **options: fk.focal_loss(z, target, 1.0, modulation="confidence", **options),
+        lambda z, target, **options: fk.focal_loss(z, target, z.new_full(z.shape[:1], -1.5), **options),
+        lambda z, target, **options: fk.focal_loss(z, target, TABLE.to(z.device), **options),
+        lambda z, target, **options: fk.focal_loss(z, target, 2.0, label_smoothing=0.2, **options),
+        lambda z, target, **options: fk.focal_loss(z, F.one_hot(target, 6).to(z.dtype), 2.0, **options),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_class_of_weight_zero_adds_nothing_even_where_no_row_can_have_it(device, loss, reduction):
+    z, weight = torch.randn(20, 6, device=device), torch.rand(6, device=device) + 0.5
+    weight[1], z[:, 1] = 0, -math.inf
+    target = torch.randint(2, 6, (20,), device=device)
+    target[::3] = 1
+    z.requires_grad_()
+    some = loss(z, target, weight=weight, reduction=reduction)
+    assert some.isfinite()
+    assert torch.autograd.grad(some, z)[0].isfinite().all()
+    finite = torch.where(z == -math.inf, -200.0, z)  # p underflows to 0, with a finite logarithm
+    assert_close(some, loss(finite, target, weight=weight, reduction=reduction))

@@ -53,6 +53,34 @@ def test_a_target_beside_which_nothing_is_left(alone, dtype, gamma):
     assert fk.focal_loss_vocab_parallel(one_class, torch.tensor([0, 0]), gamma).item() == 0
 
 
+def by_head(z, target, group, **options):
+    """The identity as the head; its bias makes classes impossible, because products with infinities would be NaN."""
+    z, bias = torch.where(z == -math.inf, 0.0, z), torch.where(z[0] == -math.inf, z[0], 0.0)
+    return fk.linear_focal_loss(z, torch.eye(len(bias)), target, 2.0, linear_bias=bias, process_group=group, **options)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+@pytest.mark.parametrize("of_head", [False, True])
+def test_class_of_weight_zero_adds_nothing_even_where_it_cannot_occur(alone, z_loss, of_head):
+    z, weight = torch.randn(20, 6), torch.rand(6) + 0.5
+    weight[1], z[:, 1] = 0, -math.inf
+    target = torch.randint(2, 6, (20,))
+    target[::3] = 1
+    z.requires_grad_()
+
+    def loss(rows):
+        options = {"weight": weight, "z_loss": z_loss}
+        if of_head:
+            return by_head(z[rows], target[rows], alone, **options)
+        return fk.focal_loss_vocab_parallel(z[rows], target[rows], 2.0, **options)
+
+    found, expected = loss(torch.arange(20)), loss(target != 1)
+    assert_close(found, expected)
+    of_found, of_expected = gradients(found, [z])[0], gradients(expected, [z])[0]
+    assert (of_found[target == 1] == 0).all()
+    assert_close(of_found, of_expected)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

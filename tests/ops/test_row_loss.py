@@ -57,6 +57,32 @@ def test_rows_of_every_length(name, dtype, classes):
     check(name, z, target)
 
 
+# Few classes, where vectors run across rows; more than a vector; more than a block of a long row.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("classes", [3, 40, 5000])
+def test_class_of_weight_zero_adds_nothing_even_where_it_cannot_occur(device, name, dtype, classes):
+    n = 70 if classes < 1000 else 6
+    z, target = (3 * torch.randn(n, classes, device=device)).to(dtype), torch.randint(classes, (n,), device=device)
+    target[::3] = 1
+    left_out = target == 1
+    z[left_out, 1] = -math.inf
+    z.requires_grad_()
+    weight = torch.rand(classes, device=device) + 0.5
+    weight[1] = 0
+    loss, _ = LOSSES[name]
+    losses = loss(z, target, reduction="none", weight=weight)
+    assert (losses[left_out] == 0).all()
+    mean, rest = loss(z, target, weight=weight), loss(z[~left_out], target[~left_out], weight=weight)
+    near(mean, rest, factor=4)
+    (gradient,) = torch.autograd.grad(mean, z)
+    assert (gradient[left_out] == 0).all()
+    near(gradient[~left_out], torch.autograd.grad(rest, z)[0][~left_out], factor=4)
+    with torch.no_grad():
+        z[0, 0] = math.nan
+    assert loss(z, target, reduction="none", weight=weight)[0].isnan()
+
+
 def as_slices(z):
     return torch.cat([z, z], 1)[:, : z.shape[1]]
 

@@ -142,7 +142,7 @@ FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, Tile<Real>& tile
     row.log_p = tile.log_p[r];
     row.log_u = tile.log_u[r];
     row.squares = Loss::kSquares ? tile.squares[r] : Real(0);
-    const Real loss_of_row = Loss::template loss<false>(row) * weight;
+    const Real loss_of_row = weighted_loss(weight, Loss::template loss<false>(row));
     const Real loss = ignored ? Real(0) : loss_of_row;
     tile.loss[r] = loss;
     loss_sum += static_cast<double>(loss);

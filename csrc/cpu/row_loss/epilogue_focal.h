@@ -111,7 +111,7 @@ FK_HOST_DEVICE Real kept(const Tile<Real>& tile, int64_t r, Real number) {
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE Real kept_loss(const Tile<Real>& tile, int64_t r, Real loss) {
   if constexpr (kPlain) return loss;
-  return kept<kPlain>(tile, r, loss * tile.weight[r]);
+  return kept<kPlain>(tile, r, weighted_loss(tile.weight[r], loss));
 }
 
 template <bool kPlain, typename Real>

@@ -327,6 +327,18 @@ def test_focal_loss_edges(library, classes):
     assert run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none")["loss"][7].isnan()
 
 
+# A thread with one row or two, a tile, a warp and a block per row.
+@pytest.mark.parametrize("classes", [3, 12, 40, 100, 1000])
+def test_focal_loss_of_a_class_of_weight_zero_that_cannot_occur(library, classes):
+    logits, weight = torch.randn(20, classes), torch.rand(classes) + 0.1
+    target = labels_for(logits)
+    target[::3] = 1
+    logits[target == 1, 1], weight[1] = -torch.inf, 0
+    for reduction in ("none", "mean"):
+        for gamma in (0.0, 2.0, -1.5):
+            check_focal_loss(library, logits, target, gamma, reduction=reduction, weight=weight)
+
+
 # A thread, a warp and a block per row; labels and class probabilities; the focal, the poly focal and the Brier loss.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [3, 40, 1000])

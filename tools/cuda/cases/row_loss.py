@@ -110,6 +110,16 @@ def test_row_loss_layouts(library, name, classes):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("classes", [4, 100, 1500])
+def test_row_loss_of_a_class_of_weight_zero_that_cannot_occur(library, name, classes):
+    logits, weight = torch.randn(9, classes), torch.rand(classes) + 0.1
+    target = torch.arange(9) % 3
+    logits[target == 1, 1], weight[1] = -torch.inf, 0
+    found = check_row_loss(library, name, logits, target, reduction="none", weight=weight)
+    assert (found["loss"][1::3] == 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("classes", [4, 100, 1500])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_row_loss_options(library, name, classes, reduction):
     spec = SPECS[name]
