@@ -19,6 +19,8 @@ from focalkern.calibrators._parameters import Parameters
 __all__ = ["BY_METHOD", "Fitted", "Layout", "NotFittedError", "renamed"]
 
 
+_FEW = 4096
+
 BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator class, by its "method" in JSON files
 
 
@@ -303,7 +305,7 @@ class Fitted(Parameters):
         except (TypeError, ValueError) as error:
             self._check_values(input)
             raise renamed(type(self).__name__, error) from None
-        if found_by == "nan" and math.isnan(result.sum()):
+        if found_by == "nan" and _has_nan(result):
             self._check_values(input)
         return result
 
@@ -332,6 +334,12 @@ class Fitted(Parameters):
         if not hasattr(self, "n_classes_"):
             name = type(self).__name__
             raise _not_fitted(f"{name}: not fitted yet; call fit(logits, target) or {name}.load(path) first")
+
+
+def _has_nan(values: Tensor) -> bool:
+    """Whether an element is NaN. No element is infinite with both signs, so that only NaN makes the sum NaN."""
+    # Tensors with NaN never equal themselves. For few elements the comparison is faster than a sum, which is a tensor.
+    return not torch.equal(values, values) if values.numel() <= _FEW else math.isnan(values.sum().item())
 
 
 def _like(given: Any, result: Tensor) -> Any:
