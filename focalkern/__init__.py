@@ -117,12 +117,14 @@ from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigm
 from focalkern.ops.softmax_losses import poly_focal_loss
 from focalkern.ops.spline_map import spline_calibration_map
 from focalkern.streaming import CalibrationGridState
-from focalkern.study import Study, Sweep, compare_calibrators
-from focalkern.study.sweep import sweep, sweep_one
 
 if TYPE_CHECKING:  # __getattr__ has them at run time
+    from focalkern import files as files
     from focalkern import plots as plots
+    from focalkern import study as study
     from focalkern.integrations.sklearn import CalibratedClassifier as CalibratedClassifier
+    from focalkern.study import Study, Sweep, compare_calibrators
+    from focalkern.study.sweep import sweep, sweep_one
 
 __all__ = [
     "FLSD_53",
@@ -201,14 +203,25 @@ __all__ = [
 ]
 
 
+# Loaded at their first use, because training needs none of them, and scikit-learn or matplotlib may be absent.
+_MODULES = ("files", "plots", "study")
+_NAMES = {
+    "CalibratedClassifier": "focalkern.integrations.sklearn",
+    "Study": "focalkern.study",
+    "Sweep": "focalkern.study",
+    "compare_calibrators": "focalkern.study",
+    "sweep": "focalkern.study.sweep",
+    "sweep_one": "focalkern.study.sweep",
+}
+
+
 def __dir__() -> list[str]:
     return sorted([*__all__, "CalibratedClassifier", "__version__", "plots"])
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use the modules whose packages may be missing: matplotlib, scikit-learn."""
-    if name == "plots":
-        return importlib.import_module("focalkern.plots")
-    if name == "CalibratedClassifier":
-        return importlib.import_module("focalkern.integrations.sklearn").CalibratedClassifier
+    if name in _MODULES:
+        return importlib.import_module(f"focalkern.{name}")
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
     raise AttributeError(f"module 'focalkern' has no attribute {name!r}")
