@@ -1,9 +1,11 @@
-"""Class probabilities in half precision are read without a float32 copy; results are bitwise those of such a copy."""
+"""Class probabilities: numbers of classes off the vector width, and half precision, read without a float32 copy."""
 
 import pytest
 import torch
+from conftest import assert_close
 
 import focalkern as fk
+from focalkern import reference
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -25,6 +27,24 @@ def gradients(logits, target, **options):
     loss = fk.focal_loss(*leaves, reduction="none", **options)
     upstream = 1 + torch.arange(loss.numel(), device=loss.device).reshape(loss.shape) % 8
     return loss, *torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [9, 40, 41, 100, 8199])
+# Without a likely class, with one in some rows, and with one in all. Logits of 200 are beyond the overflow of exp.
+@pytest.mark.parametrize(("offset", "scale"), [(0, 0), (0, 1), (0, 8), (200, 0), (200, 60)])
+def test_the_last_vector_of_classes_counts_once(device, dtype, classes, offset, scale):
+    logits = (offset + scale * torch.randn(20, classes, device=device)).to(dtype)
+    target = torch.randn(20, classes, device=device).softmax(1).to(dtype)
+    gammas = torch.linspace(0.5, 4.0, 20, device=device, dtype=dtype)
+    leaves = [x.detach().requires_grad_() for x in (logits, target, gammas)]
+    exact = [x.detach().double().requires_grad_() for x in (logits, target, gammas)]
+    loss = fk.focal_loss(*leaves, reduction="none")
+    expected = reference.focal_loss(*exact, reduction="none")
+    assert_close(loss, expected)
+    found, wanted = (torch.autograd.grad(total.sum(), of) for total, of in ((loss, leaves), (expected, exact)))
+    for actual, correct in zip(found, wanted, strict=True):
+        assert_close(actual, correct)
 
 
 @pytest.mark.kernels("stable")

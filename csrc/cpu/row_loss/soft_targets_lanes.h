@@ -246,15 +246,18 @@ struct SoftSums {
     grad += terms.slope;
     if constexpr (kGamma) gamma += terms.grad_gamma;
   }
-  // A class with share 0 adds 0, even where its own loss is infinite. The other terms are finite.
+  // A class with share 0 adds 0, even where its own terms are infinite or NaN.
   FK_HOST_DEVICE void add(const ClassTerms<Reals>& terms, const Reals& share) {
-    if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
-      loss = share != Reals{} ? loss + share * terms.loss : loss;
-    } else {
-      loss += share * without(share == Reals{}, terms.loss);
-    }
-    grad += share * terms.slope;
-    if constexpr (kGamma) gamma += share * terms.grad_gamma;
+    const auto add_to = [&share](Reals& sum, const Reals& term) __attribute__((always_inline)) {
+      if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
+        sum = share != Reals{} ? sum + share * term : sum;
+      } else {
+        sum += share * without(share == Reals{}, term);
+      }
+    };
+    add_to(loss, terms.loss);
+    add_to(grad, terms.slope);
+    if constexpr (kGamma) add_to(gamma, terms.grad_gamma);
   }
   template <typename Fold>
   FK_HOST_DEVICE void flush(Fold fold) {
