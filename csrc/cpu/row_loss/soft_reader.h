@@ -237,22 +237,10 @@ class SoftReader {
     } else if (args.label_smoothing == 0 && shares.weight_step == 0) {
       std::copy_n(rows.target, n, rows.share);
     } else {
-      Real* to = scratch(memory_of_shares);
-      for (int64_t r = 0; r < n; ++r, to += args.classes) {
-        write_shares(rows.target[r], args.classes, shares, to);
-        rows.share[r] = to;
-      }
-    }
-  }
-  static FK_VECTOR_CLONES void write_shares(const Real* target, int64_t n, const SoftShares<Real>& shares, Real* to) {
-    const Real kept = shares.kept, spread_share = shares.spread;
-    if (shares.weight_step == 0) {
-#pragma omp simd
-      for (int64_t c = 0; c < n; ++c) to[c] = kept * target[c] + spread_share;
-    } else {
-      const Real* weight = shares.weight;
-#pragma omp simd
-      for (int64_t c = 0; c < n; ++c) to[c] = (kept * target[c] + spread_share) * weight[c];
+      if (!memory_of_shares) memory_of_shares.reset(new Real[args.classes * rows_per_tile]);
+      Real* to = memory_of_shares.get();
+      for (int64_t r = 0; r < n; ++r) rows.share[r] = to + r * args.classes;
+      run_in_widest<SharesOfRows>(rows, n, shares, to);
     }
   }
 

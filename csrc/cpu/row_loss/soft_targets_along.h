@@ -83,6 +83,32 @@ FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real 
   return sums.first + (static_cast<Real>(classes - 1) - sums.second);
 }
 
+// Writes the shares [rows, classes].
+struct SharesOfRows {
+  template <int64_t bytes, typename Real>
+  static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, const SoftShares<Real>& shares, Real* to) {
+    constexpr int64_t n = kLanesOf<bytes, Real>;
+    using Reals = simd_t<Real, n>;
+    const int64_t classes = rows.classes, whole = classes & -n;
+    const Reals kept = spread<Reals>(shares.kept), least = spread<Reals>(shares.spread);
+    const Real* weight = shares.weight;
+    for (int64_t r = 0; r < n_rows; ++r, to += classes) {
+      const Real* target = rows.target[r];
+      for (int64_t j = 0, stop = whole;; j = classes - n, stop = classes) {
+        if (shares.weight_step == 0) {
+          for (; j < stop; j += n) store_simd(Reals(kept * load_simd<Reals>(target + j) + least), to + j);
+        } else {
+          for (; j < stop; j += n) {
+            const Reals share = kept * load_simd<Reals>(target + j) + least;
+            store_simd(Reals(share * load_simd<Reals>(weight + j)), to + j);
+          }
+        }
+        if (stop == classes) break;
+      }
+    }
+  }
+};
+
 struct LargestOfRows {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
