@@ -208,6 +208,12 @@ class TileReader {
     return args_.loss_kind == SigmoidLoss::kFocal || args_.loss_kind == SigmoidLoss::kQuality;
   }
 
+  // Whether the formula for soft targets takes much longer than that for target 0.
+  bool has_long_formula() const {
+    return args_.loss_kind == SigmoidLoss::kQuality || args_.loss_kind == SigmoidLoss::kMatchability ||
+           args_.loss_kind == SigmoidLoss::kIaBce;
+  }
+
   void read_target(int64_t begin, int64_t end, TileView<Real>* view) {
     const int64_t n = end - begin;
     bool known = false, hard = false;
@@ -217,11 +223,12 @@ class TileReader {
         view->target_source = reinterpret_cast<const char*>(source);
         view->target_size = sizeof(*source);
         if constexpr (!std::is_integral_v<std::decay_t<decltype(*source)>>) {
-          // In float32, hard targets in place take fewer instructions than their search.
+          // In float32, hard targets in place take less time than their search.
+          constexpr bool kIsHalf = sizeof(*source) == 2;
           known = true;
-          hard = sizeof(*source) > 2 && last_was_hard_ && all_hard(source, n);
+          hard = !kIsHalf && last_was_hard_ && all_hard(source, n);
           if (hard) return;
-          if (find_nonzero(source, n, &labels_)) return take_ones(source, view);
+          if ((kIsHalf || has_long_formula()) && find_nonzero(source, n, &labels_)) return take_ones(source, view);
           labels_.ones = 0;
           hard = all_hard(source, n);
         }
