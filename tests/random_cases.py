@@ -382,6 +382,8 @@ def main() -> int:
     parser.add_argument("--only", help="operators, separated by commas: " + ", ".join(OPERATORS))
     arguments = parser.parse_args()
     only = arguments.only.split(",") if arguments.only else None
+    if unknown := set(only or ()) - set(OPERATORS):
+        parser.error("--only: no such operator: " + ", ".join(sorted(unknown)))
     figures = Figures()
     for seed in range(arguments.seed, arguments.seed + arguments.count):
         problem = run(seed, only, figures)
