@@ -126,11 +126,13 @@ def test_hard_and_soft_tiles_agree(device, name, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("nonzero", [1, 128, 129, 700])
-def test_dense_targets_of_which_few_are_not_0(device, name, dtype, nonzero):
-    """The CPU kernel treats up to 128 of them in a tile of 1024 elements as labels with scores."""
+@pytest.mark.parametrize("nonzero", [1, 128, 144, 145, 700])
+@pytest.mark.parametrize("together", [False, True])
+def test_dense_targets_of_which_few_are_not_0(device, name, dtype, nonzero, together):
+    """The CPU kernel treats an eighth of a tile of 1024 elements, and 16 more, as labels with scores."""
     scores = torch.zeros(1500, device=device)
-    scores[torch.randperm(1024, device=device)[:nonzero]] = torch.rand(nonzero, device=device)
+    places = torch.arange(1024, device=device).flip(0) if together else torch.randperm(1024, device=device)
+    scores[places[:nonzero]] = torch.rand(nonzero, device=device)
     scores[1100], scores[1200], scores[1300], scores[-1] = 1.0, 0.75, -0.0, 0.25
     t, exact_t = leaf(scores.to(dtype)), leaf(scores.to(dtype).double())
     x = leaf((torch.randn(1500, device=device) * 6).to(dtype))

@@ -59,6 +59,9 @@ bool all_hard(const double* target, int64_t n) { return all_hard_of_real<uint64_
 bool all_hard(const Half* target, int64_t n) { return all_hard_of_bits<Half, uint16_t, 10>(target, n); }
 bool all_hard(const BFloat16* target, int64_t n) { return all_hard_of_bits<BFloat16, uint16_t, 7>(target, n); }
 
+// So many of the first `n` targets may differ from 0: an eighth, and some more because they may stand together.
+int64_t most_nonzero(int64_t n) { return n / 8 + 16; }
+
 #ifdef FK_HAS_AVX512_CODE
 // One bit for each of 64 elements: whether it is not 0. Asks for the same elements of the next tile.
 template <typename Stored>
@@ -81,22 +84,23 @@ FK_AVX512 FK_HOST_DEVICE uint64_t nonzero_bits(const Stored* target) {
   return bits;
 }
 
-// find_nonzero for groups of 64 targets. Returns the number of targets that were read.
+// find_nonzero for groups of 64 targets. Returns the number of targets whose positions were written.
 template <typename Stored>
 FK_AVX512 int64_t find_nonzero_by_vectors(const Stored* target, int64_t n, TileLabels* found) {
   int64_t ones = 0, i = 0;
-  for (; i + 64 <= n && ones <= kMostNonzero; i += 64) {
+  for (; i + 64 <= n; i += 64) {
     const uint64_t bits = nonzero_bits(target + i);
+    int16_t* to = found->one + ones;
+    ones += _mm_popcnt_u64(bits);
+    if (ones > most_nonzero(i + 64)) break;
     // Two positions are written without a branch, which would be mispredicted. Few vectors have more.
     const uint64_t rest = bits & (bits - 1);
-    int16_t* to = found->one + ones;
     to[0] = static_cast<int16_t>(i + static_cast<int64_t>(_tzcnt_u64(bits)));
     to[1] = static_cast<int16_t>(i + static_cast<int64_t>(_tzcnt_u64(rest)));
     to += 2;
     for (uint64_t more = rest & (rest - 1); more != 0; more &= more - 1) {
       *to++ = static_cast<int16_t>(i + static_cast<int64_t>(_tzcnt_u64(more)));
     }
-    ones += _mm_popcnt_u64(bits);
   }
   found->ones = ones;
   return i;
@@ -117,7 +121,7 @@ bool find_nonzero(const Stored* target, int64_t n, TileLabels* found) {
   if (has_avx512()) i = find_nonzero_by_vectors(target, n, found);
 #endif
   int64_t ones = found->ones;
-  for (int64_t last; i < n && ones <= kMostNonzero; i = last) {
+  for (int64_t last; i < n && ones <= most_nonzero(i); i = last) {
     last = std::min(i + kGroup, n);
     if (last == i + kGroup) {
       uint64_t words[kWords];
@@ -130,7 +134,7 @@ bool find_nonzero(const Stored* target, int64_t n, TileLabels* found) {
     }
   }
   found->ones = ones;
-  return ones <= kMostNonzero;
+  return ones <= most_nonzero(i);
 }
 
 }  // namespace

@@ -9,11 +9,10 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kTile = 1024;        // elements
-constexpr int64_t kBlock = 64;         // elements between two prefetches
-constexpr int64_t kFewClasses = 8;     // up to this many, labels become one-hot shares
-constexpr int64_t kRowGroup = 16;      // rows of few classes that are handled at once
-constexpr int64_t kMostNonzero = 128;  // up to this many dense targets that are not 0 are treated as labels
+constexpr int64_t kTile = 1024;     // elements
+constexpr int64_t kBlock = 64;      // elements between two prefetches
+constexpr int64_t kFewClasses = 8;  // up to this many, labels become one-hot shares
+constexpr int64_t kRowGroup = 16;   // rows of few classes that are handled at once
 
 enum class Targets { kSoft, kHard, kLabels };  // any share; 0 or 1; 0 except at TileLabels::one
 

@@ -60,7 +60,6 @@ class TileReader {
         factor_(factor),
         sign_of_one_(sign_of_one),
         grad_loss_(grad_loss && grad_loss->data ? grad_loss : nullptr) {
-    fill(Real(1), kTile, signs_);
     fill_number(args.gamma, gamma_);
     if (args.loss_kind == SigmoidLoss::kAsymmetric) fill_number(args.second, second_);
     if (args.has_alpha) {
@@ -131,8 +130,12 @@ class TileReader {
     }
     view.one = one_;
     view.zero = zero_;
-    view.sign = signs_;
-    if (view.targets == Targets::kLabels && !computes_ones_again()) flip_ones(true);
+    if (view.targets == Targets::kLabels) {
+      if (!has_signs_) fill(Real(1), kTile, signs_);
+      has_signs_ = true;
+      view.sign = signs_;
+      if (!computes_ones_again()) flip_ones(true);
+    }
     return view;
   }
 
@@ -210,8 +213,7 @@ class TileReader {
 
   // Whether the formula for soft targets takes much longer than that for target 0.
   bool has_long_formula() const {
-    return args_.loss_kind == SigmoidLoss::kQuality || args_.loss_kind == SigmoidLoss::kMatchability ||
-           args_.loss_kind == SigmoidLoss::kIaBce;
+    return args_.loss_kind == SigmoidLoss::kMatchability || args_.loss_kind == SigmoidLoss::kIaBce;
   }
 
   void read_target(int64_t begin, int64_t end, TileView<Real>* view) {
@@ -292,6 +294,7 @@ class TileReader {
   const Operand* grad_loss_;   // null if it is one number
   bool has_numbers_;           // TileView::one and zero are each one number
   bool last_was_hard_ = true;  // of the last dense target
+  bool has_signs_ = false;     // whether signs_ is filled
   bool are_flipped_ = false;   // whether signs_ and zero_ are set for the ones of labels_
   TileLabels labels_;
   struct Ones {
