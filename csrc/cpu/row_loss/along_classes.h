@@ -16,9 +16,9 @@
 namespace focalkern::cpu {
 namespace {
 
-// The largest number of a row; any number if one is NaN.
+// A vector whose largest lane is the largest number of a row; any number if one is NaN.
 template <int64_t n, typename Scalar>
-FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
+FK_HOST_DEVICE auto max_lanes_of(const Scalar* z, int64_t classes) {
   using Group = ClassGroup<Scalar, n>;
   using Reals = typename Group::Reals;
   Reals max[Group::kVectors], v[Group::kVectors];
@@ -29,7 +29,11 @@ FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
     for (int64_t i = 0; i < Group::kVectors; ++i) max[i] = max[i] > v[i] ? max[i] : v[i];
   }
   for (int64_t i = 1; i < Group::kVectors; ++i) max[0] = Larger{}(max[0], max[i]);
-  return fold_lanes(max[0], Larger{});
+  return max[0];
+}
+template <int64_t n, typename Scalar>
+FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
+  return fold_lanes(max_lanes_of<n>(z, classes), Larger{});
 }
 
 // The maximum, as the shift of the exponentials. If all logits are -inf, the shift must be finite: -inf - -inf would be

@@ -40,14 +40,14 @@ struct SoftRows {
   Real* grad_target[kTileRows];   // or null
 };
 
-// Writes e^(z_j - max), and returns its sum over all classes but one at the maximum. If several classes are at the
-// maximum, the sum leaves out any one of them.
+// Writes e^(z_j - max). Lanes of their sums over all classes below the maximum, and of the number of these classes.
 template <int64_t n, typename Real>
-FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real max, const SoftTile<Real>& tile,
-                                           Real* to) {
+FK_HOST_DEVICE void sum_exp_below_largest(const Real* z, int64_t classes, Real max, const SoftTile<Real>& tile,
+                                          Real* to, simd_t<Real, n>& all, simd_t<Real, n>& below_max) {
   using Reals = simd_t<Real, n>;
   const Reals most = spread<Reals>(-tile.exp_zero[0]), shift = spread<Reals>(max), one = spread<Reals>(Real(1));
-  Reals all{}, part{}, below_max{};  // below_max: how many classes
+  Reals part{};
+  all = below_max = Reals{};
   const auto add = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
     const ScaledExponential<Reals> parts = exponential_of_fall(Reals(shift - v), most);
     const Reals e = parts.mantissa * parts.scale;
@@ -79,8 +79,6 @@ FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real 
     all += part;
     part = Reals{};
   }
-  const TwoSums<Real> sums = fold_two(all, below_max);
-  return sums.first + (static_cast<Real>(classes - 1) - sums.second);
 }
 
 // Writes the shares [rows, classes].
@@ -113,20 +111,47 @@ struct LargestOfRows {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Real>;
+    rows.e[0] ? of_short_rows<n>(rows, n_rows, tile) : of_long_rows<n>(rows, n_rows, tile);
+  }
+
+ private:
+  // The lanes of several rows are folded together.
+  template <int64_t n, typename Real>
+  static FK_HOST_DEVICE void of_short_rows(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
+    using Reals = simd_t<Real, n>;
+    constexpr int64_t half = n / 2;
+    Reals lanes[n] = {};
+    for (int64_t first = 0; first < n_rows; first += n) {
+      const int64_t count = std::min(n, n_rows - first);
+      for (int64_t i = 0; i < count; ++i) lanes[i] = max_lanes_of<n>(rows.z[first + i], rows.classes);
+      store_simd(fold_each(lanes, Larger{}), tile.shift + first);
+    }
+    const Real others = static_cast<Real>(rows.classes - 1);
+    for (int64_t first = 0; first < n_rows; first += half) {
+      const int64_t count = std::min(half, n_rows - first);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t r = first + i;
+        sum_exp_below_largest<n>(rows.z[r], rows.classes, tile.shift[r], tile, rows.e[r], lanes[i], lanes[half + i]);
+      }
+      Real sums[n];
+      store_simd(fold_each(lanes, Sum{}), sums);
+      // If several classes are at the maximum, the sum leaves out any one of them.
+      for (int64_t i = 0; i < half; ++i) tile.sum_exp_others[first + i] = sums[i] + (others - sums[half + i]);
+    }
+  }
+
+  template <int64_t n, typename Real>
+  static FK_HOST_DEVICE void of_long_rows(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
     for (int64_t r = 0; r < n_rows; ++r) {
       const Real* z = rows.z[r];
       const Real max = max_of<n>(z, rows.classes);
+      const int64_t top = first_equal(z, rows.classes, max);
       double rest = 0;
-      const int64_t blocks = std::max<int64_t>(1, rows.classes / kBlock);  // the last block also takes the remainder
-      if (blocks == 1) {
-        rest = sum_exp_beside_largest<n>(z, rows.classes, max, tile, rows.e[r]);
-      } else {
-        const int64_t top = first_equal(z, rows.classes, max);
-        for (int64_t block = 0; block < blocks; ++block) {
-          const int64_t begin = block * kBlock;
-          const int64_t count = block + 1 < blocks ? kBlock : rows.classes - begin;
-          rest += sum_exp_except<n, false>(z + begin, count, max, top - begin, tile.exp_zero[0]).first;
-        }
+      const int64_t blocks = rows.classes / kBlock;  // the last block also takes the remainder
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t begin = block * kBlock;
+        const int64_t count = block + 1 < blocks ? kBlock : rows.classes - begin;
+        rest += sum_exp_except<n, false>(z + begin, count, max, top - begin, tile.exp_zero[0]).first;
       }
       tile.shift[r] = max;
       tile.sum_exp_others[r] = static_cast<Real>(rest);
@@ -135,9 +160,25 @@ struct LargestOfRows {
 };
 
 #ifdef FK_HAS_AVX512_CODE
-// first_equal for float.
-FK_AVX512 inline int64_t first_equal_float(const float* z, int64_t n, float value) {
+// The class of a logit that one class at most has; 0 if no class has it.
+FK_AVX512 inline int64_t class_of_logit(const float* z, int64_t n, float value) {
   const __m512 values = _mm512_set1_ps(value);
+  if (n <= kSoftPart * 16) {
+    // Leaving the loop at the class would be mispredicted, which takes as long as the other vectors of a short row.
+    const __m512i sixteen = _mm512_set1_epi32(16);
+    __m512i index = _mm512_loadu_si512(kFirst<int32_t>), found = _mm512_setzero_si512();
+    int64_t j = 0;
+    for (; j + 16 <= n; j += 16) {
+      const __mmask16 is_equal = _mm512_cmp_ps_mask(_mm512_loadu_ps(z + j), values, _CMP_EQ_OQ);
+      found = _mm512_mask_mov_epi32(found, is_equal, index);
+      index = _mm512_add_epi32(index, sixteen);
+    }
+    if (j < n) {
+      const __mmask16 is_equal = _mm512_cmp_ps_mask(_mm512_loadu_ps(z + n - 16), values, _CMP_EQ_OQ);
+      found = _mm512_mask_sub_epi32(found, is_equal, index, _mm512_set1_epi32(static_cast<int>(j - (n - 16))));
+    }
+    return _mm512_reduce_max_epi32(found);
+  }
   for (int64_t j = 0; j < n; j += 16) {
     const int64_t begin = std::min(j, n - 16);
     const __mmask16 found = _mm512_cmp_ps_mask(_mm512_loadu_ps(z + begin), values, _CMP_EQ_OQ);
@@ -157,7 +198,7 @@ struct LikelyOfRows {
       int64_t c;
 #ifdef FK_HAS_AVX512_CODE
       if constexpr (bytes == 64 && std::is_same_v<Real, float>) {
-        c = first_equal_float(rows.z[r], rows.classes, tile.likely[r]);
+        c = class_of_logit(rows.z[r], rows.classes, tile.likely[r]);
       } else
 #endif
       {
@@ -185,61 +226,95 @@ struct SoftSumsOfRows {
                                       SoftTile<Real>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Real>;
     using Reals = simd_t<Real, n>;
+    // The lanes of several rows are folded together: losses, then gradients.
+    constexpr int64_t half = n / 2;
+    Reals lanes[n] = {};
+    [[maybe_unused]] Reals gammas[n] = {};
+    double of_blocks[3][half];
+    for (int64_t first = 0; first < n_rows; first += half) {
+      std::fill_n(of_blocks[0], 3 * half, 0.0);
+      const int64_t count = std::min(half, n_rows - first);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t r = first + i;
+        const auto of_row = lanes_of_row<Loss, Gammas, n>(tile, r, epsilon, detached, table);
+        const auto sums = sums_of_row<kHasExponentials>(rows, r, shares, of_row, tile, of_blocks, i);
+        lanes[i] = sums.all_loss;
+        lanes[half + i] = sums.all_grad;
+        if constexpr (kGamma) gammas[i] = sums.all_gamma;
+      }
+      Real folded[n];
+      store_simd(fold_each(lanes, Sum{}), folded);
+      for (int64_t i = 0; i < half; ++i) {
+        tile.loss_sum[first + i] = static_cast<Real>(of_blocks[0][i] + static_cast<double>(folded[i]));
+        tile.grad_sum[first + i] = static_cast<Real>(of_blocks[1][i] + static_cast<double>(folded[half + i]));
+      }
+      if constexpr (kGamma) {
+        store_simd(fold_each(gammas, Sum{}), folded);
+        for (int64_t i = 0; i < half; ++i) {
+          tile.gamma_sum[first + i] = static_cast<Real>(of_blocks[2][i] + static_cast<double>(folded[i]));
+        }
+      }
+    }
+  }
+
+  // Lanes of the sums over the classes of a row, in partial sums of partial sums. A row of many classes adds blocks of
+  // them to of_blocks[..][i].
+  template <bool kHasExponentials, typename Real, typename Lanes, int64_t half>
+  static FK_HOST_DEVICE auto sums_of_row(const SoftRows<Real>& rows, int64_t r, const SoftShares<Real>& shares,
+                                         const Lanes& lanes, const SoftTile<Real>& tile, double (&of_blocks)[3][half],
+                                         int64_t i) {
+    constexpr int64_t n = 2 * half;
+    using Reals = simd_t<Real, n>;
     using Int = label_int<Real>;
     using Ints = simd_t<Int, n>;
     const int64_t classes = rows.classes, whole = classes & -n;
     const Reals one_share = spread<Reals>(kLabelApart<Loss> ? shares.spread : Real(1));
-    for (int64_t r = 0; r < n_rows; ++r) {
-      const Real* z = rows.z[r];
-      [[maybe_unused]] const Real *e = rows.e[r], *share = rows.share[r];
-      const auto lanes = lanes_of_row<Loss, Gammas, n>(tile, r, epsilon, detached, table);
-      [[maybe_unused]] const Ints label = spread<Ints>(tile.label[r]);
-      [[maybe_unused]] Ints index = load_simd<Ints>(kFirst<Int>);
-      SoftSums<kGamma, Reals, double> sums;
-      const auto flush = [&]() __attribute__((always_inline)) {
-        const TwoSums<Real> two = fold_two(sums.loss, sums.grad);
-        sums.all_loss += static_cast<double>(two.first);
-        sums.all_grad += static_cast<double>(two.second);
-        if constexpr (kGamma) sums.all_gamma += static_cast<double>(fold_lanes(sums.gamma, Sum{}));
-        sums.loss = sums.grad = sums.gamma = Reals{};
-      };
-      const auto add = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
-        Reals of_share = one_share;
-        if constexpr (!kUniform) of_share = load_simd<Reals>(share + j);
-        ClassTerms<Reals> terms;
-        if constexpr (kHasExponentials) {
-          terms = lanes.at(v, load_simd<Reals>(e + j), of_share).terms;
-        } else {
-          terms = lanes.at(v, of_share).terms;
-        }
-        if constexpr (!kUniform && !kLabelApart<Loss>) {
-          return sums.add(terms, Reals(v != lanes.likely ? of_share : Reals{}));
-        }
-        leave_out(v == lanes.likely, terms);
-        if constexpr (kUniform && kLabelApart<Loss>) leave_out_by_bits(index == label, terms);
-        sums.add(terms);
-      };
-      for (int64_t j = 0; j < whole;) {
-        if (j > 0) flush();
-        const int64_t stop = std::min(whole, j + kSoftPart * n);
-        for (; j < stop; j += n) {
-          add(load_simd<Reals>(z + j), j);
-          if constexpr (kUniform && kLabelApart<Loss>) index += static_cast<Int>(n);
-        }
+    const Real* z = rows.z[r];
+    [[maybe_unused]] const Real *e = rows.e[r], *share = rows.share[r];
+    [[maybe_unused]] const Ints label = spread<Ints>(tile.label[r]);
+    [[maybe_unused]] Ints index = load_simd<Ints>(kFirst<Int>);
+    SoftSums<kGamma, Reals, Reals> sums;
+    const auto add = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
+      Reals of_share = one_share;
+      if constexpr (!kUniform) of_share = load_simd<Reals>(share + j);
+      ClassTerms<Reals> terms;
+      if constexpr (kHasExponentials) {
+        terms = lanes.at(v, load_simd<Reals>(e + j), of_share).terms;
+      } else {
+        terms = lanes.at(v, of_share).terms;
       }
-      if (whole < classes) {
-        const int64_t begin = classes - n;
-        if constexpr (kUniform && kLabelApart<Loss>) index -= static_cast<Int>(whole - begin);
-        // Classes that were added before get the likely class's logit, so that the sum excludes them.
-        const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
-        const Reals v = load_simd<Reals>(z + begin);
-        add(Reals(first < done ? lanes.likely : v), begin);
+      if constexpr (!kUniform && !kLabelApart<Loss>) {
+        return sums.add(terms, Reals(v != lanes.likely ? of_share : Reals{}));
       }
-      flush();
-      tile.loss_sum[r] = static_cast<Real>(sums.all_loss);
-      tile.grad_sum[r] = static_cast<Real>(sums.all_grad);
-      if constexpr (kGamma) tile.gamma_sum[r] = static_cast<Real>(sums.all_gamma);
+      leave_out(v == lanes.likely, terms);
+      if constexpr (kUniform && kLabelApart<Loss>) leave_out_by_bits(index == label, terms);
+      sums.add(terms);
+    };
+    for (int64_t j = 0; j < whole;) {
+      const int64_t stop = std::min(whole, j + kSoftPart * n);
+      for (; j < stop; j += n) {
+        add(load_simd<Reals>(z + j), j);
+        if constexpr (kUniform && kLabelApart<Loss>) index += static_cast<Int>(n);
+      }
+      sums.flush([](const Reals& part) { return part; });
+      if (j % kBlock == 0) {
+        const TwoSums<Real> two = fold_two(sums.all_loss, sums.all_grad);
+        of_blocks[0][i] += static_cast<double>(two.first);
+        of_blocks[1][i] += static_cast<double>(two.second);
+        if constexpr (kGamma) of_blocks[2][i] += static_cast<double>(fold_lanes(sums.all_gamma, Sum{}));
+        sums.all_loss = sums.all_grad = sums.all_gamma = Reals{};
+      }
     }
+    if (whole < classes) {
+      const int64_t begin = classes - n;
+      if constexpr (kUniform && kLabelApart<Loss>) index -= static_cast<Int>(whole - begin);
+      // Classes that were added before get the likely class's logit, so that the sum excludes them.
+      const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
+      const Reals v = load_simd<Reals>(z + begin);
+      add(Reals(first < done ? lanes.likely : v), begin);
+      sums.flush([](const Reals& part) { return part; });
+    }
+    return sums;
   }
 };
 
