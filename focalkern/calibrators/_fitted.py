@@ -337,7 +337,7 @@ class Fitted(Parameters):
 
 
 def _has_nan(values: Tensor) -> bool:
-    """Whether an element is NaN. No element is infinite with both signs, so that only NaN makes the sum NaN."""
+    """Whether an element is NaN. ``values`` must not have both inf and -inf, whose sum is NaN."""
     # Tensors with NaN never equal themselves. For few elements the comparison is faster than a sum, which is a tensor.
     return not torch.equal(values, values) if values.numel() <= _FEW else math.isnan(values.sum().item())
 

@@ -287,24 +287,24 @@ FK_HOST_DEVICE Vector fold_apart(const Vector& a, const Vector& b, Combine combi
   const Vector other = __builtin_shufflevector(a, b, (index & distance ? n + index - distance : index + distance)...);
   return combine(own, other);
 }
-template <size_t distance, typename Vector, typename Combine, size_t n, size_t... index>
-FK_HOST_DEVICE Vector fold_each(Vector (&vectors)[n], Combine combine, std::index_sequence<index...> all) {
-  for (size_t i = 0; i < distance; ++i) {
-    vectors[i] = fold_apart<distance>(vectors[i], vectors[i + distance], combine, all);
-  }
-  if constexpr (distance == 1) {
+template <typename Vector, typename Combine, size_t n, typename Indices>
+FK_HOST_DEVICE Vector fold_each(const Vector (&vectors)[n], Combine combine, Indices all) {
+  if constexpr (n == 1) {
     return vectors[0];
   } else {
-    return fold_each<distance / 2>(vectors, combine, all);
+    constexpr size_t half = n / 2;
+    Vector folded[half];
+    for (size_t i = 0; i < half; ++i) folded[i] = fold_apart<half>(vectors[i], vectors[i + half], combine, all);
+    return fold_each(folded, combine, all);
   }
 }
 #endif
 // fold_lanes for as many vectors as they have lanes, in fewer instructions: lane i is the result for vectors[i].
 template <typename Vector, typename Combine, size_t n>
-FK_HOST_DEVICE Vector fold_each(Vector (&vectors)[n], Combine combine) {
+FK_HOST_DEVICE Vector fold_each(const Vector (&vectors)[n], Combine combine) {
   static_assert(n == sizeof(Vector) / sizeof(vectors[0][0]));
 #ifdef FK_HAS_SHUFFLEVECTOR
-  return fold_each<n / 2>(vectors, combine, std::make_index_sequence<n>());
+  return fold_each(vectors, combine, std::make_index_sequence<n>());
 #else
   Vector folded;
   for (size_t i = 0; i < n; ++i) folded[i] = fold_lanes(vectors[i], combine);
