@@ -16,7 +16,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// How many classes ahead the forward pass asks for shares, and the backward pass for logits, shares and gradients. With
+// The forward pass asks for shares so many classes ahead, the backward pass for logits, shares and gradients. With
 // kAhead, which suits the two streams of hard labels, the backward pass of tensors that fit the last-level cache takes
 // a tenth longer.
 constexpr int64_t kSoftAhead = 512;
