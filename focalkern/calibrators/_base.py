@@ -206,7 +206,7 @@ class Calibrator(Fitted):
         return from_document(path, document)  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name != "_modules"}
+        state = {name: value for name, value in vars(self).items() if name != "_made_for"}
         return {**state, "_format_version": FORMAT_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,6 +244,9 @@ class Calibrator(Fitted):
     def _module(self, *, one_logit: bool = False) -> torch.nn.Module:
         """The fitted map before the floor, as :meth:`as_module` returns it."""
         raise NotImplementedError
+
+    def _made(self, device: torch.device) -> Any:
+        return self._module().to(device)
 
     def _fit_warnings(self, rows: FitData) -> Iterable[str]:
         """Sentences of the warning about a fit on these rows, each with its remedy."""

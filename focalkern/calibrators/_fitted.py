@@ -216,6 +216,10 @@ class Fitted(Parameters):
         """Maps [..., C] to calibrated (log-)probabilities [..., C]."""
         raise NotImplementedError
 
+    def _made(self, device: torch.device) -> Any:
+        """What ``_apply`` maps rows of a device with, if it takes it from ``_kept``."""
+        raise NotImplementedError
+
     def _invalid_rows_are(self) -> Literal["rejected", "nan"] | None:
         """The result of ``_apply`` for rows of logits that are not distributions; None if such rows must not reach it.
 
@@ -246,7 +250,7 @@ class Fitted(Parameters):
         """Replaces all attributes of an earlier fit."""
         for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
             delattr(self, name)
-        vars(self).pop("_modules", None)
+        vars(self).pop("_made_for", None)
         vars(self).update(fitted)
         self.n_classes_, self._names, self.one_logit_, self.dense_ = layout
         self.n_samples_, self.input_floor_ = n_samples, floor
@@ -321,14 +325,15 @@ class Fitted(Parameters):
         except (TypeError, ValueError) as error:
             raise renamed(type(self).__name__, error) from None
 
-    def _kept(self, make: Callable[[], Any], device: torch.device) -> Any:
-        """The result of ``make`` for a device, made once per fit, because making it takes longer than mapping a row."""
-        made: dict[Any, Any] = vars(self).setdefault("_modules", {})
+    def _kept(self, device: torch.device) -> Any:
+        """The result of ``_made``, once per fit, device and kind of input: it takes longer than mapping a row."""
+        made: dict[Any, Any] = vars(self).setdefault("_made_for", {})
         key = device, self.input_kind
-        if key not in made:
+        found = made.get(key)
+        if found is None:
             with cpu_by_default():
-                made[key] = make()
-        return made[key]
+                found = made[key] = self._made(device)
+        return found
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "n_classes_"):

@@ -175,7 +175,7 @@ class HistogramBinning(FusedCalibrator):
         return "nan"
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        module: HistogramLogProbs = self._kept(lambda: self._module().to(input.device), input.device)
+        module: HistogramLogProbs = self._kept(input.device)
         return module.mapped(input, log=log)
 
     def _predicted(self, input: Tensor) -> Tensor:

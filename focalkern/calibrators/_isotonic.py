@@ -123,7 +123,7 @@ class IsotonicCalibration(Calibrator):
         return "nan"
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        module: IsotonicLogProbs = self._kept(lambda: self._module().to(input.device), input.device)
+        module: IsotonicLogProbs = self._kept(input.device)
         return module.mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:

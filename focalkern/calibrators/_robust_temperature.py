@@ -99,8 +99,11 @@ class RobustTemperatureScaling(FitsBatches):
     def _invalid_rows_are(self) -> Literal["rejected"]:
         return "rejected"
 
+    def _made(self, device: torch.device) -> MapArguments:
+        return self._module().to(device).arguments()
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        arguments: MapArguments = self._kept(lambda: self._module().to(input.device).arguments(), input.device)
+        arguments: MapArguments = self._kept(input.device)
         return map_by_pieces(input, *arguments, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:

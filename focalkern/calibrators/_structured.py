@@ -227,7 +227,7 @@ class StructuredScaling(FusedCalibrator):
         return "nan"
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        module: StructuredLogProbs = self._kept(lambda: self._module().to(input.device), input.device)
+        module: StructuredLogProbs = self._kept(input.device)
         return module.mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
