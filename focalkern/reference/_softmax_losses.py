@@ -14,14 +14,7 @@ from torch import Tensor
 from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.reference._log_space import log_softmax_and_complement
-from focalkern.reference._rows import (
-    gamma_tensor,
-    modulating_factor,
-    one_hot,
-    reduce_classes,
-    reduce_rows,
-    times_log,
-)
+from focalkern.reference._rows import gamma_tensor, modulating_factor, one_hot, reduce_classes, reduce_rows, times_log
 
 __all__ = [
     "ROW_LOSSES",

@@ -118,6 +118,18 @@ int64_t matrix_stride(const RowLayout& layout, int64_t classes, int64_t row_begi
   return row_stride(layout, row_begin, n_rows);
 }
 
+// Writes the addresses of rows.
+template <typename Number>
+void pointers_of_rows(Number* from, const RowLayout& layout, int64_t row, int64_t n_rows, Number** to) {
+  if (const int64_t stride = layout.lines == 0 ? row_stride(layout, row, n_rows) : 0) {
+    from += layout.row_offset(row);
+    for (int64_t r = 0; r < n_rows; ++r, from += stride) to[r] = from;
+    return;
+  }
+  RowCursor at(layout, row);
+  for (int64_t r = 0; r < n_rows; ++r, at.next()) to[r] = from + at.offset();
+}
+
 // [n_rows, classes] in any layout <-> [classes, kTileRows] in the type of the computation
 template <typename Scalar>
 void gather_columns(const Scalar* from, const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows,

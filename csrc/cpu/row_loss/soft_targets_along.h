@@ -21,18 +21,6 @@ namespace {
 // a tenth longer.
 constexpr int64_t kSoftAhead = 512;
 
-// Writes the addresses of rows.
-template <typename Number>
-void pointers_of_rows(Number* from, const RowLayout& layout, int64_t row, int64_t n_rows, Number** to) {
-  if (const int64_t stride = layout.lines == 0 ? row_stride(layout, row, n_rows) : 0) {
-    from += layout.row_offset(row);
-    for (int64_t r = 0; r < n_rows; ++r, from += stride) to[r] = from;
-    return;
-  }
-  RowCursor at(layout, row);
-  for (int64_t r = 0; r < n_rows; ++r, at.next()) to[r] = from + at.offset();
-}
-
 // Rows whose classes are adjacent, in place or copied.
 template <typename Real>
 struct SoftRows {
