@@ -16,7 +16,7 @@ __all__ = ["plain_binary_map", "plain_map"]
 def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, input_kind: str) -> Tensor:
     """Log-probabilities of the focal calibration map of ``input`` [..., C], C >= 2.
 
-    The graph for ONNX has 27 nodes, with gamma = 0 four. gamma and temperature are numbers, or tensors broadcastable to
+    The graph for ONNX has 25 nodes, with gamma = 0 four. gamma and temperature are numbers, or tensors broadcastable to
     [...]. ONNX has no cumulative maximum, so its graph does not correct the rounding of nearly equal classes.
     """
     wide = widened(input)
@@ -36,14 +36,12 @@ def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor,
         )
     log_q = (shifted / temperature).log_softmax(-1)
     log_u, focal = _terms(log_q.exp(), gamma)
-    # 1 - q of the largest class cancels, so log_u is the log-sum-exp of the others: of any class, its value before the
-    # softmax minus its value after. Not torch.logsumexp, because ONNX runtimes may compute it without a shift. Classes
-    # that tie for the largest have q <= 1/2, where nothing cancels.
-    second = log_q.topk(2, -1).values[..., 1:]
-    is_top = log_q > second
-    others = log_q.masked_fill(is_top, -1e30)  # not -inf, because it may be the only possible class
-    log_u_top = others.amax(-1, keepdim=True) - others.log_softmax(-1).amax(-1, keepdim=True)
-    log_u = torch.where(is_top, log_u_top, log_u)
+    # 1 - q cancels as q -> 1. For the one class with q > 0.6, log_u is the log-sum-exp of the others: of any of them,
+    # its value before a softmax minus its value after. ONNX runtimes may compute torch.logsumexp without a shift.
+    is_likely = log_q > -0.5
+    others = log_q.masked_fill(is_likely, -1e30)  # not -inf, because it may be the only possible class
+    log_u_likely = others.amax(-1, keepdim=True) - others.log_softmax(-1).amax(-1, keepdim=True)
+    log_u = torch.where(is_likely, log_u_likely, log_u)
     log_p = (log_q - gamma * log_u - focal).log_softmax(-1)
     return in_order(log_p, z).to(input.dtype)
 

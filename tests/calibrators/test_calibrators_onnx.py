@@ -116,7 +116,7 @@ def test_what_onnxruntime_computes_is_what_the_modules_compute(tmp_path):
         compare(name, theirs, ours.numpy())
 
 
-@pytest.mark.parametrize(("module", "nodes"), [(CalibratedLogProbs(2.0, 1.7), 27), (CalibratedLogProbs(0.0, 1.7), 4)])
+@pytest.mark.parametrize(("module", "nodes"), [(CalibratedLogProbs(2.0, 1.7), 25), (CalibratedLogProbs(0.0, 1.7), 4)])
 def test_the_graph_is_small(module, nodes):
     peer("onnx"), peer("onnxscript")
     with warnings.catch_warnings():
@@ -133,6 +133,16 @@ def test_the_plain_formula_is_the_operator(gamma, dtype):
     fused, plain = CalibratedLogProbs(gamma, 1.7), CalibratedLogProbs(gamma, 1.7, fused=False)
     assert_close(plain(logits), fused(logits))
     assert "fused=False" in repr(plain)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_plain_formula_of_two_equal_classes(classes):
+    """The softmax of both may round to more than 1/2."""
+    logits = torch.full((64, classes), -1.0)
+    logits[:, :2] = torch.linspace(-3, 3, 64).unsqueeze(1)
+    logits[:, 2:] = torch.linspace(-100, -10, 64).unsqueeze(1)
+    expected = fk.reference.focal_calibration_map(logits.double(), 2.0, 1.7, log=True)
+    assert_close(CalibratedLogProbs(2.0, 1.7, fused=False)(logits), expected)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 2.0, -0.5])
