@@ -1,5 +1,6 @@
 """AutoCalibrator: the candidate chosen by cross-validation, as one calibrator with scikit-learn's interface."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -104,7 +105,7 @@ class AutoCalibrator(FitsBatches):
         self.keep_predictions = keep_predictions
 
     def as_module(self) -> torch.nn.Module:
-        """The module of ``calibrator_``.
+        """The module of ``calibrator_``, for the layout of the input of ``fit``.
 
         Returns:
             The module, without parameters to train.
@@ -113,7 +114,9 @@ class AutoCalibrator(FitsBatches):
             NotFittedError: call ``fit`` first.
             TypeError: the chosen calibrator is not a calibrator of this library.
         """
-        return self._placed(self._fitted_calibrator("as_module").as_module())
+        chosen = copy.copy(self._fitted_calibrator("as_module"))  # which was fitted to rows [N, C]
+        chosen.one_logit_, chosen.dense_ = self.one_logit_, self.dense_
+        return chosen.as_module()
 
     # -- private ------------------------------------------------------------------------------------------------
 

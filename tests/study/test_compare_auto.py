@@ -85,6 +85,25 @@ def test_auto_in_numpy_with_names_and_with_one_logit():
     assert one.predict_proba(logits[:5, 1] - logits[:5, 0]).shape == (5, 2)
 
 
+@pytest.mark.parametrize("chosen", ["none", "temperature", "spline", "spline-vector", "focal-temperature"])
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_auto_module_of_one_logit_maps_each_row(chosen, kind):
+    logits, labels = sample(200, 0, n_classes=2)
+    margin = (logits[:, 1] - logits[:, 0]).double()
+    rows = margin.sigmoid() if kind == "probs" else margin
+    auto = fk.AutoCalibrator((chosen,), folds=2, input_kind=kind).fit(rows, labels)
+    assert auto.chosen_ == chosen
+    expected = auto.predict_log_proba(rows)
+    assert torch.allclose(auto.as_module()(rows[:3]), (expected[:, 1] - expected[:, 0])[:3])
+
+
+def test_auto_module_of_pixels_has_their_layout():
+    logits, labels = sample(240, 0)
+    pixels = logits.reshape(6, 5, 8, -1).movedim(-1, 1)
+    auto = fk.AutoCalibrator(("temperature",), folds=2).fit(pixels, labels.reshape(6, 5, 8))
+    assert torch.allclose(auto.as_module()(pixels), auto.predict_log_proba(pixels))
+
+
 def test_auto_checks_its_parameters_and_saves_only_ours(tmp_path):
     logits, labels = sample(100, 0)
     with pytest.raises(ValueError, match="folds must be at least 2"):
