@@ -42,9 +42,9 @@ class HistogramBinning(FusedCalibrator):
     Args:
         n_bins: M >= 1.
         binning: ``"equal_mass"``: the sorted rows of ``fit`` are cut into M parts whose sizes differ by at most one; an
-            edge is half-way between neighbours. Equal confidences stay together in the lower bin; a bin that gets no
-            rows this way has width 0. ``"equal_width"``: (k/M, (k+1)/M]. In both, the first bin begins at 0 and the
-            last ends at 1.
+            edge is half-way between two confidences. Confidences that are equal, or differ only by rounding, stay
+            together in the lower bin; a bin that gets no rows this way has width 0. ``"equal_width"``: (k/M, (k+1)/M].
+            In both, the first bin begins at 0 and the last ends at 1.
         scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`; a copy of it is fitted on the same
             rows before the bins. None bins the uncalibrated probabilities.
         input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
@@ -134,8 +134,11 @@ class HistogramBinning(FusedCalibrator):
                 reached = rows.weight.cpu()[order].cumsum(0)
                 shares = torch.arange(1, n_bins, dtype=torch.float64) / n_bins * reached[-1]
                 after = (torch.searchsorted(reached, shares * (1 - 1e-12)) + 1).clamp(max=len(ordered))
-            # With more bins than rows the last bins are empty, from the largest confidence to 1.
-            cuts = (ordered[after - 1] + ordered[after.clamp(max=len(ordered) - 1)]) / 2
+            # Confidences that differ by their rounding are equal, and stay together.
+            equal = ordered[after - 1] * (1 + 16 * torch.finfo(confidence.dtype).eps)
+            after = torch.searchsorted(ordered, equal, right=True)
+            # With more bins than rows the last bins are empty, up to 1.
+            cuts = (ordered[after - 1] + torch.cat([ordered, ordered.new_ones(1)])[after]) / 2
         index = (confidence.unsqueeze(-1) > cuts.to(confidence)).sum(-1).cpu()
         correct = (top.squeeze(-1) == target).to(torch.float64).cpu()
         weight = torch.ones_like(correct) if rows.weight is None else rows.weight.cpu()

@@ -108,10 +108,27 @@ def test_equal_confidences_stay_together():
     probs = np.array([[0.6, 0.4]] * 6 + [[0.8, 0.2]] * 2)
     target = np.array([0, 0, 0, 1, 1, 1, 0, 0])
     calibrator = HistogramBinning(n_bins=4, binning="equal_mass", input_kind="probs").fit(probs, target)
-    # The cuts fall at 0.6, 0.6 and between 0.6 and 0.8: the bin from 0.6 to 0.6 has width 0 and no rows.
-    assert calibrator.edges_.tolist() == pytest.approx([0, 0.6, 0.6, 0.7, 1])
+    # All three cuts fall between 0.6 and 0.8: the bins between them have width 0 and no rows.
+    assert calibrator.edges_.tolist() == pytest.approx([0, 0.7, 0.7, 0.7, 1])
     assert calibrator.counts_.tolist() == [6, 0, 0, 2]
     assert calibrator.values_[[0, 3]].tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_cut_is_a_confidence_of_many_rows(dtype):
+    """Shares of ten votes, which the map rounds: another dtype and another implementation must find the same bins."""
+    votes = torch.randint(4, (600, 2), generator=torch.Generator().manual_seed(0))
+    probs = torch.cat([votes, 10 - votes.sum(1, keepdim=True)], dim=1).to(dtype) / 10
+    target = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(1)).squeeze(1)
+    calibrator = HistogramBinning(input_kind="probs").fit(probs, target)
+    expected = calibrator.predict_proba(probs).double()
+    for found in (
+        calibrator.predict_proba(probs.float()),
+        calibrator.predict_proba(probs.double()),
+        calibrator.as_module()(probs).exp(),
+        calibrator.as_module(fused=False)(probs).exp(),
+    ):
+        assert found.double().numpy() == pytest.approx(expected.numpy(), abs=1e-6)
 
 
 def test_confidences_outside_those_of_fit():
