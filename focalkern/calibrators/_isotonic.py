@@ -1,5 +1,6 @@
 """Isotonic regression of every class against the rest."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -46,7 +47,8 @@ class IsotonicCalibration(Calibrator):
             look like probabilities.
 
     ``fit`` sets ``steps_``, for each class the arrays (p, f_k(p)); ``epsilon_``; ``best_value_``, the NLL of the rows
-    of ``fit``; and ``n_changed_``, the number of rows of ``fit`` whose predicted class changed.
+    of ``fit`` (inf if a label has probability 0); and ``n_changed_``, the number of rows of ``fit`` whose
+    predicted class changed.
 
     Raises:
         TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.
@@ -129,7 +131,7 @@ class IsotonicCalibration(Calibrator):
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         steps = [{"from": x.tolist(), "to": y.tolist()} for x, y in self.steps_]
         return {"epsilon": self.epsilon_, "steps": steps}, {
-            "best_value": self.best_value_,
+            "best_value": self.best_value_ if math.isfinite(self.best_value_) else None,  # JSON has no infinity
             "n_changed": self.n_changed_,
         }
 
@@ -149,5 +151,6 @@ class IsotonicCalibration(Calibrator):
         epsilon = as_number("epsilon", document["epsilon"])
         if not LEAST_EPSILON <= epsilon < 1:
             raise ValueError(f"expected an epsilon between {LEAST_EPSILON:g} and 1, found {epsilon}")
-        value, changed = as_number("best_value", fit["best_value"]), as_count(fit["n_changed"], least=0)
+        value = math.inf if fit["best_value"] is None else as_number("best_value", fit["best_value"])
+        changed = as_count(fit["n_changed"], least=0)
         return {"steps_": tuple(steps), "epsilon_": epsilon, "best_value_": value, "n_changed_": changed}

@@ -221,6 +221,18 @@ def test_steps_are_the_least_squares_of_their_definition():
     assert calibrator.predict_proba(new).numpy() == pytest.approx(raw / raw.sum(1, keepdims=True), abs=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+def test_an_isotonic_fit_with_an_infinite_nll_is_saved(tmp_path):
+    """The label of the first row has probability 0."""
+    peer("sklearn.isotonic")
+    probs = torch.tensor([[1.0, 0.0], [0.8, 0.2], [0.3, 0.7]])
+    calibrator = IsotonicCalibration(input_kind="probs").fit(probs, torch.tensor([1, 0, 1]))
+    calibrator.save(tmp_path / "calibrator.json")
+    loaded = load_calibrator(tmp_path / "calibrator.json")
+    assert loaded.best_value_ == calibrator.best_value_ == math.inf
+    assert torch.equal(loaded.predict_proba(probs), calibrator.predict_proba(probs))
+
+
 def test_only_what_cannot_occur_has_probability_zero():
     logits, target = sample(100)
     logits[0] = torch.tensor([800.0, 0.0, -900.0, -math.inf])
