@@ -18,7 +18,7 @@ from focalkern._diagnostics import input_problems, label_problems, one_logit_pro
 from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_document, to_document
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Fitted, Layout
-from focalkern.calibrators._inputs import floored_input
+from focalkern.calibrators._inputs import floored_input, widened
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
 
@@ -114,7 +114,7 @@ class Calibrator(Fitted):
         self._check_parameters()
         input = self._as_tensor(logits)
         one_logit = input.dim() == 1
-        input = self._pairs(input) if one_logit else input
+        input = self._pairs(widened(input) if self.input_kind == "probs" else input) if one_logit else input
         rows = as_rows(
             name, input, target, sample_weight, ignore_index, input_kind=self.input_kind, one_logit=one_logit
         )

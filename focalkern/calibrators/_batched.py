@@ -123,4 +123,5 @@ def _fitted(
     if any(rows.weight is not None for rows in networks):
         once = torch.ones(logits.shape[1], dtype=torch.float64, device=logits.device)
         together = torch.stack([once if rows.weight is None else rows.weight for rows in networks])
-    return search(logits, torch.stack([rows.target for rows in networks]), input_kind, together), logits.device
+    inputs = logits if networks[0].input.dtype == logits.dtype else torch.stack([rows.input for rows in networks])
+    return search(inputs, torch.stack([rows.target for rows in networks]), input_kind, together), logits.device

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
 from focalkern._checks import label, label_range, short
+from focalkern.calibrators._inputs import renormalized
 from focalkern.fallback._checks import sum_tolerance
 
 __all__ = ["FitData", "as_floating", "as_rows", "check_input", "check_values", "labels_array", "weighted_mean"]
@@ -23,7 +24,7 @@ class FitData:
     """Checked rows of a fit, without ignored rows and rows of weight 0.
 
     Attributes:
-        input: [N, C], N >= 1.
+        input: [N, C], N >= 1; probabilities of half precision as float32, renormalized.
         target: [N] int64 in [0, C).
         weight: [N] float64 > 0; None if every row has weight 1.
         names: [C] names of the classes; None if the labels are numbers.
@@ -77,6 +78,8 @@ def as_rows(
         weight = None if weight is None else weight[counts]
     if len(input) == 0 and not empty:
         raise ValueError(f"{name}: fit needs at least one row, got none")
+    if input_kind == "probs":
+        input = renormalized(input)
     if weight is not None and bool((weight == 1).all()):
         weight = None
     return FitData(input, labels, weight, names, one_logit, dense)

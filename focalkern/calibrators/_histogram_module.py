@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._inputs import cannot_occur, widened
+from focalkern.calibrators._inputs import cannot_occur, renormalized, widened
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput, RowMap
 
 __all__ = ["HistogramLogProbs", "bin_top_class", "cannot_occur_after", "scaled"]
@@ -55,10 +55,7 @@ class HistogramLogProbs(RowMap):
 
 def scaled(scaling: CalibratedLogProbs | FlooredInput, input: Tensor) -> Tensor:
     """Log-probabilities after the scaling, in float32 for half precision."""
-    wide = widened(input)
-    if wide is not input and scaling.input_kind == "probs":
-        wide = wide / wide.sum(-1, keepdim=True)  # the sum has the rounding of half precision
-    log_probs: Tensor = scaling(wide)
+    log_probs: Tensor = scaling(renormalized(input) if scaling.input_kind == "probs" else widened(input))
     return log_probs
 
 

@@ -7,12 +7,19 @@ from torch import Tensor
 
 from focalkern._types import HALVES
 
-__all__ = ["as_pairs", "cannot_occur", "floored", "floored_input", "widened"]
+__all__ = ["as_pairs", "cannot_occur", "floored", "floored_input", "renormalized", "widened"]
 
 
 def widened(input: Tensor) -> Tensor:
     """The input in the dtype of the computation: float32 for half precision."""
     return input.float() if input.dtype in HALVES else input
+
+
+def renormalized(probs: Tensor) -> Tensor:
+    """Probabilities [..., C] of half precision in float32, divided by their sum, because checks of wider types reject
+    the rounding of the sum."""
+    wide = widened(probs)
+    return wide if wide is probs else wide / wide.sum(-1, keepdim=True)
 
 
 def as_pairs(input: Tensor, input_kind: str) -> Tensor:

@@ -189,7 +189,7 @@ class RowMap(ExactBuffers):
         """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
         if not self.one_logit:
             return self.mapped(input, log=True)
-        log_probs = self.mapped(as_pairs(input, self.input_kind).to(torch.float64), log=True)
+        log_probs = self.mapped(as_pairs(input.to(torch.float64), self.input_kind), log=True)
         return (log_probs[..., 1] - log_probs[..., 0]).to(input.dtype)
 
     def mapped(self, input: Tensor, *, log: bool) -> Tensor:

@@ -53,6 +53,29 @@ def test_probabilities_are_refused_unless_logits_was_said(calibrator, dtype):
     assert fitted.predict_proba(probs[:1]).shape == (1, 4)
 
 
+@pytest.mark.parametrize(
+    "calibrator", [*EVERY, fk.TemperatureScaling(criterion="brier"), fk.FocalTemperatureScaling()], ids=repr
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", ["classes", "one per row"])
+@pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+def test_the_sum_of_half_precision_probabilities_may_be_rounded(calibrator, dtype, rows):
+    logits, target = sample(n_classes=4 if rows == "classes" else 2)
+    probs = (logits / 4).softmax(-1).to(dtype)  # none is rounded to 0 or 1
+    if rows == "one per row":
+        probs = probs[:, 1]
+        wide = probs.float()
+    else:
+        wide = probs.float() / probs.float().sum(-1, keepdim=True)
+    found, expected = (copy.deepcopy(calibrator).set_params(input_kind="probs") for _ in range(2))
+    if "scaling" in calibrator.get_params(deep=False):
+        found.scaling, expected.scaling = (fk.TemperatureScaling(input_kind="probs") for _ in range(2))
+    found.fit(probs, target), expected.fit(wide, target)
+    assert torch.equal(found.predict_proba(wide), expected.predict_proba(wide))
+    assert found.predict_proba(probs).dtype == dtype
+    assert torch.allclose(found.as_module()(probs).float(), found.as_module()(wide), rtol=0.02, atol=0.02)
+
+
 def test_a_clone_checks_the_input_kind_and_a_loaded_calibrator_does_not(tmp_path):
     base = peer("sklearn.base")
     logits, target = sample()
