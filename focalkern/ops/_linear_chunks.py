@@ -62,16 +62,24 @@ def blocks(z: Tensor) -> Iterator[slice]:
         yield slice(begin, min(rows, begin + step))
 
 
+def _slow_halves() -> tuple[torch.dtype, ...]:
+    if not torch.backends.mkldnn.is_available():
+        return HALVES
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return tuple(dtype for dtype in HALVES if not supported[dtype]())
+
+
+# Half types without instructions of this processor. Found here, because torch.compile cannot trace the calls.
+_SLOW_HALVES = _slow_halves()
+
+
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the matrix products: the dtype of the input, but float32 for half types on a processor without
     instructions for them, where half-precision products would take ten times as long."""
-    if device.type != "cpu" or dtype not in HALVES:
-        return dtype
-    if not torch.backends.mkldnn.is_available():
-        return torch.float32
-    mkldnn = torch.ops.mkldnn
-    supported = mkldnn._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported
-    return dtype if supported() else torch.float32
+    return torch.float32 if device.type == "cpu" and dtype in _SLOW_HALVES else dtype
 
 
 @dataclass

@@ -132,6 +132,20 @@ def test_it_compiles_into_one_graph(reduction, z_loss):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_compiles_into_one_graph(dtype, autocast):
+    torch._dynamo.reset()
+    compiled = torch.compile(fk.linear_focal_loss, fullgraph=True, backend="aot_eager")
+    x, w, _, target = problem(torch.float32 if autocast else dtype)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        found, expected = compiled(x, w, target, 2.0), fk.linear_focal_loss(x, w, target, 2.0)
+    assert_close(found, expected)
+    for a, e in zip(derivatives(found, (x, w)), derivatives(expected, (x, w)), strict=True):
+        assert_close(a, e)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_opcheck(reduction):
     x, w, b, target = problem(torch.float32)
