@@ -27,7 +27,7 @@ from focalkern.fallback._checks import (
 )
 from focalkern.fallback._compile import compilable
 from focalkern.gamma import GammaTable
-from focalkern.reference._rows import gamma_tensor, times_log
+from focalkern.reference._rows import gamma_tensor, times_log, weight_of_labels
 from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec, confidence_factor
 
 __all__ = ["check_arguments", "check_range", "focal_loss", "host_numbers"]
@@ -117,7 +117,7 @@ def _of_labels(
     valid = labels != ignore_index
     in_range = (labels >= 0) & (labels < classes)
     index = torch.where(in_range, labels, 0)
-    row_weight = torch.ones_like(z[..., 0]) if weight is None else weight.to(z.dtype)[index]
+    row_weight = torch.ones_like(z[..., 0]) if weight is None else weight_of_labels(weight.to(z.dtype), index)
     divisor = torch.where(valid, row_weight, 0.0).sum()
     # Ignored rows become 0 first, so that a NaN in them does not reach loss or gradient.
     z = torch.where(valid.unsqueeze(-1), z, 0.0)

@@ -17,6 +17,7 @@ from focalkern.fallback.focal_loss import (
     host_numbers,
     promoted,
 )
+from focalkern.reference._rows import weight_of_labels
 from focalkern.reference._softmax_losses import RowLossSpec, row_loss_of
 
 __all__ = ["check_operator", "focal_loss_composite", "row_loss"]
@@ -119,7 +120,7 @@ def _definition(
         target = torch.where(in_range, labels, 0)
         row_weight = torch.ones(target.shape, dtype=z.dtype, device=z.device)
         if weight is not None:
-            row_weight = weight.to(z.dtype)[target]
+            row_weight = weight_of_labels(weight.to(z.dtype), target)
         divisor = torch.where(valid, row_weight, 0.0).sum()
         # Ignored rows become 0 first, so that a NaN in them does not reach loss or gradient.
         z = torch.where(valid.unsqueeze(class_dim), z, 0.0)

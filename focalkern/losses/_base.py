@@ -13,6 +13,7 @@ from focalkern._checks import ONE_LOGIT, dense, label, label_range, reduction_co
 from focalkern._checks import number as any_number
 from focalkern._devices import autocast_is_on, has_float64, on_device
 from focalkern._types import FLOATS, HALVES, LABELS, Reduction, compute_dtype
+from focalkern.reference._rows import weight_of_labels
 
 
 class Loss(nn.Module):
@@ -267,7 +268,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Batch:
     counts = valid & (index >= 0) & (index < n_classes)
     z = torch.where(counts.unsqueeze(-1), z, torch.where(valid, math.nan, 0.0).to(z.dtype).unsqueeze(-1))
     index = torch.where(counts, index, 0)
-    return Batch(z, index, None, None if weight is None else weight[index], valid)
+    return Batch(z, index, None, None if weight is None else weight_of_labels(weight, index), valid)
 
 
 def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "input") -> int:

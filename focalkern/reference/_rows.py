@@ -14,6 +14,7 @@ __all__ = [
     "reduce_classes",
     "reduce_rows",
     "times_log",
+    "weight_of_labels",
 ]
 
 
@@ -73,6 +74,11 @@ def one_hot(target: Tensor, like: Tensor, ignore_index: int) -> tuple[Tensor, Te
     valid = target.long() != ignore_index
     index = torch.where(valid, target, 0).long().unsqueeze(-1)
     return valid, (torch.arange(like.shape[-1], device=like.device) == index).to(like.dtype)
+
+
+def weight_of_labels(weight: Tensor, index: Tensor) -> Tensor:
+    """weight[index] of labels [...]. torch.vmap over rows has no rule for an index without dimensions."""
+    return weight.index_select(0, index.reshape(-1)).reshape(index.shape)
 
 
 def reduce_rows(loss: Tensor, input: Tensor, row_weight: Tensor | None, reduction: str) -> Tensor:

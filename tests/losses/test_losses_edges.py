@@ -78,6 +78,16 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(lambda z: loss(z, target), input)
 
 
+@pytest.mark.parametrize("name", PER_SAMPLE)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradients_of_single_rows_with_class_weights(name, smoothing):
+    input, target = batch(5, 4)
+    target[1] = -100
+    loss = LOSSES[name](weight=torch.tensor([1.0, 0.5, 0.0, 2.0]), label_smoothing=smoothing, reduction="sum")
+    found = torch.func.vmap(torch.func.grad(loss))(input.detach(), target)
+    assert_close(found, gradient(loss(input, target), input))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # a warning of torch, in jvp
 @pytest.mark.parametrize("name", ["dual", "brier", "norm", "mmce", "mmce, weighted"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
