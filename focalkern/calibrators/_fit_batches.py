@@ -29,7 +29,9 @@ class FitsBatches(Calibrator):
         """Fit on batches. Every pass reads all batches; a fit needs 10 to 50 passes, a cross-validation 100 to 200.
 
         If torch.distributed is initialized, every process of the default group passes its own batches, and all get the
-        same calibrator. The result equals ``fit`` on all rows.
+        same calibrator. The result equals ``fit`` on all rows, up to rounding. :class:`AutoCalibrator` leaves out
+        candidates that need all rows in memory (spline-matrix, and with ``criterion="brier"`` temperature), and
+        ``verdict_.warnings`` names them.
 
         Args:
             batches: an iterable that can be iterated several times, or a function that returns an iterator. A batch is
