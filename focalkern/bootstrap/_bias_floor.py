@@ -111,7 +111,7 @@ def bias_floor(
     near them cannot be distinguished from 0, and two ECEs near them cannot be distinguished from each other.
 
     Args:
-        probs: [N, C] probabilities, floating point; rows are renormalised.
+        probs: [N, C] probabilities, floating point. Labels are drawn from each row divided by its sum.
         confidence: [N] in [0, 1], floating point, in place of ``probs``; without classwise ECE.
         figures: ECEs from :data:`FIGURES`; None is all that the input permits.
         n_bins: M, at least 1.

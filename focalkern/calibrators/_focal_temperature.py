@@ -62,7 +62,8 @@ class FocalTemperatureScaling(Scaling):
     :class:`focalkern.CalibrationGrid`. It warns if the optimum lies at a bound of the search, if a target has
     probability 0, or if calibration makes the rows worse: the mean loss rises by more than a standard error. The loss
     is the criterion; for the criterion ``"ece"`` both NLL and Brier score are checked. With ``sample_weight`` a search
-    on a grid takes ten times longer, and ``"equal_mass_interp"`` is not defined.
+    on a grid takes ten times longer, and ``"equal_mass_interp"`` is not defined. The bins of ``"equal_mass"`` then hold
+    equal weights, so that rows that are repeated may be divided differently.
 
     Raises:
         TypeError, ValueError, IndexError: in ``fit``, which checks the arguments of the constructor too.

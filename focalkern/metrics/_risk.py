@@ -155,7 +155,7 @@ def accept_threshold(
         max_risk: the largest acceptable error rate of accepted rows, in (0, 1).
         confidence: confidence level of the bound, in (0, 1).
         scores: [N] confidences in [0, 1], instead of ``probs``.
-        correct: [N] bool, instead of ``target``.
+        correct: [N] bool, or 0 and 1, instead of ``target``.
         ignore_index: as :func:`focalkern.metrics.expected_calibration_error`.
 
     Returns:
@@ -163,7 +163,7 @@ def accept_threshold(
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.metrics.risk_coverage`; ``max_risk`` or ``confidence``
-            outside (0, 1).
+            outside (0, 1); ``correct`` between 0 and 1.
 
     Source: Clopper & Pearson 1934; the guarantee of selective classification, Geifman & El-Yaniv 2017 (arXiv
     1705.08500).
@@ -181,6 +181,8 @@ def accept_threshold(
             raise ValueError(f"{op}: {name} must be between 0 and 1, got {levels[name]}")
     level, risk = (1 - levels["confidence"]) / _CANDIDATES, levels["max_risk"]
     values, accepted, errors = _accepted(op, MetricInput(probs, target, scores, correct), ignore_index)
+    if bool((errors.diff(prepend=errors.new_zeros(1)) % 1 != 0).any()):
+        raise ValueError(f"{op}: correct must be bool, or 0 and 1, got numbers between 0 and 1")
     rows = int(accepted[-1]) if len(accepted) else 0
     least = math.ceil(math.log(level) / math.log1p(-risk))  # (1 - risk)^least <= level
     # Spaced by numbers of rows, which do not depend on the labels. Rows with equal confidence are accepted together.

@@ -39,6 +39,15 @@ def test_arrays_give_arrays():
     assert fk.accept_threshold(np.array([[0.9, 0.1]] * 1000), np.zeros(1000, int)).n_accepted == 1000
 
 
+def test_a_row_is_correct_or_not():
+    """The bound is that of a binomial distribution."""
+    scores, halves = torch.linspace(0, 1, 400), torch.full((400,), 0.5)
+    with pytest.raises(ValueError, match=r"^accept_threshold: correct must be bool, or 0 and 1, got numbers between"):
+        fk.accept_threshold(scores=scores, correct=halves)
+    ones = torch.ones(400)
+    assert fk.accept_threshold(scores=scores, correct=ones) == fk.accept_threshold(scores=scores, correct=ones > 0)
+
+
 def test_no_rows():
     curve = metrics.risk_coverage(confidence=torch.zeros(0), correct=torch.zeros(0))
     assert curve.threshold.shape == curve.coverage.shape == curve.risk.shape == (0,)
