@@ -229,12 +229,12 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
   } else if (base == "LDC") {
     in.op = s_LDC;
     all();
-  } else if (base == "LDS") {
-    in.op = s_LDS;
+  } else if (base == "LDS" || base == "LDL") {
+    in.op = base == "LDS" ? s_LDS : s_LDL;
     in.o.push_back(parse_operand(ops[0], low));
     address_of(ops[1]);
-  } else if (base == "STS") {
-    in.op = s_STS;
+  } else if (base == "STS" || base == "STL") {
+    in.op = base == "STS" ? s_STS : s_STL;
     address_of(ops[0]);
     in.o.push_back(parse_operand(ops[1], low));
   } else if (base == "LDG" || base == "LD") {  // LD: generic; an access to a shared address is reported

@@ -230,6 +230,7 @@ struct SassLaunch : SassExecute {
       for (u32& p : e.P) p = rng.next();
       for (int i = 0; i < (s.params_at == kParams100 ? 128 : 64); ++i) e.U[i] = rng.next();
       for (u8& u : e.UP) u = rng.next() & 1;
+      for (auto& words : e.local) words.clear();
     }
   }
 };

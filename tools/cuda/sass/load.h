@@ -51,6 +51,8 @@ inline void set_timing(SInstr& in) {
       break;
     case s_LDG:
     case s_STG:
+    case s_LDL:
+    case s_STL:
     case s_ATOMG:
     case s_REDG:
       in.pipe = 6;

@@ -8,6 +8,12 @@ namespace ptxrun {
 struct SassMemory : SassOperands {
   using SassOperands::SassOperands;
 
+  u32 local_address(const SInstr& in, int l) {
+    const u32 at = static_cast<u32>(address_of(in, l, false));
+    if (at % in.width != 0) fail(l, "local memory, misaligned");
+    return at;
+  }
+
   void memory(const SInstr& in, const Instr& carrier, int l) {
     const std::vector<Operand>& o = in.o;
     switch (in.op) {
@@ -66,6 +72,20 @@ struct SassMemory : SassOperands {
             memcpy(to + 4 * i, &v, 4);
           }
         mark_defined(carrier, to, in.width, false);
+        return;
+      }
+      case s_LDL: {  // memory of the thread, to which registers are spilled
+        const u32 at = local_address(in, l);
+        for (u32 i = 0; i < in.width / 4u; ++i) {
+          const auto found = x->local[l].find(at + 4 * i);
+          if (found == x->local[l].end()) fail(l, "local memory never written");
+          set(o[0], l, found->second, static_cast<int>(i));
+        }
+        return;
+      }
+      case s_STL: {
+        const u32 at = local_address(in, l);
+        for (u32 i = 0; i < in.width / 4u; ++i) x->local[l][at + 4 * i] = raw(o[0], l, static_cast<int>(i));
         return;
       }
       case s_ATOMS_ADD:

@@ -24,6 +24,7 @@ struct SassWarp {
   u32 P[8], U[128];
   u8 UP[8];
   u32 barrier[16][kLanes];
+  std::unordered_map<u32, u32> local[kLanes];  // words of the thread's own memory, by address
 };
 
 struct SassOperands : Launch {

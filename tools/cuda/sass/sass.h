@@ -60,6 +60,8 @@ enum SOp : u8 {
   s_STS,
   s_LDG,
   s_STG,
+  s_LDL,
+  s_STL,
   s_ATOMS_ADD,
   s_ATOMS_INC,
   s_ATOMS_CAST,
