@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
-from focalkern._checks import label, label_range, short
+from focalkern._checks import label, label_range, parsed_float, short
 from focalkern.calibrators._inputs import renormalized
 from focalkern.fallback._checks import sum_tolerance
 
@@ -166,6 +166,7 @@ def _as_target(
                     f"{name}: target must name each of the {n_classes} classes of the logits, got {len(names)} "
                     "names; integers 0 to C - 1 may leave classes out"
                 )
+            _check_order(name, names)
         elif all(issubclass(kind, int | float | np.integer | np.floating | np.bool_) for kind in kinds):
             array = np.array(array.tolist())
         else:
@@ -184,6 +185,20 @@ def _as_target(
             value = target[odd][0].item()
             raise ValueError(f"{name}: target must be whole numbers where it is {target.dtype}, got {value}")
     return target.to(torch.int64), names
+
+
+def _check_order(name: str, names: np.ndarray[Any, Any]) -> None:
+    """Raises for text of numbers whose alphabetical order, in which scikit-learn has the columns, is not theirs."""
+    try:
+        numbers = [parsed_float(one) for one in names.tolist()]
+    except ValueError:
+        return
+    if numbers != sorted(numbers):
+        shown = ", ".join(map(repr, names[:4].tolist()))
+        raise ValueError(
+            f"{name}: target must be integers or names, got text of numbers, whose alphabetical order is {shown}, ...; "
+            "pass target.astype(int) if column k of the logits is class k"
+        )
 
 
 def labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:

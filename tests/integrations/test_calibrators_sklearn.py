@@ -99,6 +99,7 @@ def test_names_of_classes(tmp_path):
             "integer class indices or strings, got int and str",
         ),
         (["ape"] * 299, ValueError, "got 1 names"),
+        (["1", "2", "10"] * 100, ValueError, "text of numbers, whose alphabetical order is '1', '10', '2', ...; pass "),
     ],
 )
 def test_names_that_do_not_fit_the_logits(target, error, words):
