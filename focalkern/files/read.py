@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from focalkern.files.paths import (
 )
 from focalkern.files.samples import Hint, InputError, LogitSet, check_input_kind, check_options, checked_set
 from focalkern.files.shards import open_shards
-from focalkern.files.tables import read_arrow, read_csv
+from focalkern.files.tables import check_same_columns, read_arrow, read_csv
 
 __all__ = ["labels_of_npy", "read_sets"]
 
@@ -108,8 +109,9 @@ def _joined(source: str, parts: Sequence[LogitSet]) -> LogitSet:
         if (one.kind, one.n_classes) != (first.kind, first.n_classes):
             expected = f"{first.kind} of {first.n_classes} classes as in {first.source}"
             raise InputError(f"{one.source}: expected {expected}, found {one.kind} of {one.n_classes}")
+        check_same_columns(first, one)
     input, labels = torch.cat([one.input for one in parts]), torch.cat([one.labels for one in parts])
-    return LogitSet(input, labels, first.kind, first.name, str(source))
+    return replace(first, input=input, labels=labels, source=str(source))
 
 
 def _read_file(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,7 @@ class LogitSet:
         name: ``""``, ``"val"`` or ``"test"``, from the prefix of the arrays' names.
         source: the file, as the user wrote it.
         part: description of the subset of the file; empty for all rows.
+        classes: names of the columns of ``input`` in a table with named columns, else empty.
 
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3, dtype=np.float32), labels=np.arange(3))
@@ -145,6 +146,7 @@ class LogitSet:
     name: str
     source: str
     part: str = ""
+    classes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -167,7 +169,7 @@ class LogitSet:
         Raises:
             IndexError: an index out of range.
         """
-        return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
+        return replace(self, input=self.input[index], labels=self.labels[index], part=part)
 
 
 def check_options(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from focalkern.files.samples import (
     label_numbers,
 )
 
-__all__ = ["OtherColumns", "from_frame", "read_arrow", "read_csv", "read_unlabelled"]
+__all__ = ["OtherColumns", "check_same_columns", "from_frame", "read_arrow", "read_csv", "read_unlabelled"]
 
 _LABEL_COLUMNS = ("label", "labels", "target")
 
@@ -329,7 +329,18 @@ def _set(
     every[kept] = label_numbers(source, table.label_name, labels, len(classes.places), names=names, first=first)
     rows = checked_set(source, "", kind, kind, values, table.label_name, every, _NO_LABEL)
     check_input_kind(source, f"{classes.names[0]} to {classes.names[-1]}", kind, input_kind, rows.input)
-    return rows
+    return rows if classes.numbers is not None else replace(rows, classes=tuple(_class_names(classes)))
+
+
+def check_same_columns(first: LogitSet, other: LogitSet) -> None:
+    """Raises InputError if both sets name the columns of their classes, and not in the same order."""
+    if first.classes and other.classes and first.classes != other.classes:
+        pairs = zip(first.classes, other.classes, strict=True)
+        place, (wanted, found) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+        raise InputError(
+            f"{other.source}: expected the columns of the classes in the order of {first.source}, {wanted!r} as class "
+            f"{place}, found {found!r}"
+        )
 
 
 def _is_number(label: Any, number: int | None) -> bool:

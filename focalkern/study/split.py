@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from focalkern.files import Hint, InputError, LogitSet
+from focalkern.files.tables import check_same_columns
 from focalkern.study.samples import Samples, as_samples
 
 __all__ = ["check_alike", "select_samples"]
@@ -53,7 +54,9 @@ def select_samples(
             )
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
         share = f"a random share of {split:g}, seed {seed}"
-        return rows.subset(order[:first], share), rows.subset(order[first:], "the other rows")
+        validation, reported = rows.subset(order[:first], share), rows.subset(order[first:], "the other rows")
+        validation.name, reported.name = "val", "test"
+        return validation, reported
     if test is not None:
         validation = _one(source, sets, "val")
         try:
@@ -67,6 +70,8 @@ def select_samples(
             )
         if reported.kind != validation.kind:
             raise InputError(f"{test}: expected {validation.kind} as in {source}, found {reported.kind}")
+        if validation.memory is not None and reported.memory is not None:
+            check_same_columns(validation.memory, reported.memory)
         return validation, reported
     if "val" in sets and "test" in sets:
         validation, reported = sets["val"], sets["test"]

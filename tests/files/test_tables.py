@@ -8,6 +8,8 @@ import torch
 
 import focalkern as fk
 from focalkern.files import InputError, csv_text, from_frame, read_sets
+from focalkern.study.samples import describe_samples
+from focalkern.study.split import select_samples
 
 pd = pytest.importorskip("pandas")
 
@@ -126,6 +128,26 @@ def test_the_prefix_says_what_the_columns_hold(tmp_path):
     for form in FORMS:
         same(read(form, frame, tmp_path), "probs", probs)
         same(read(form, frame, tmp_path, input_kind="logits"), "logits", probs)
+
+
+def test_two_tables_have_their_classes_in_one_order(tmp_path):
+    other = NAMED[["dog", "cat", "bird", "ant"]]
+    for name, frame in (("a.csv", NAMED), ("b.csv", other), ("c.csv", FRAME)):
+        frame.assign(label=LABELS).to_csv(tmp_path / name, index=False)
+    words = r"b\.csv: expected the columns of the classes in the order of .*a\.csv, 'bird' as class 1, found 'cat'$"
+    with pytest.raises(InputError, match=words):
+        read_sets(str(tmp_path / "[ab].csv"))
+    with pytest.raises(InputError, match=words):
+        select_samples(read_sets, str(tmp_path / "a.csv"), test=str(tmp_path / "b.csv"))
+    for test in ("a.csv", "c.csv"):  # numbered columns have no names
+        select_samples(read_sets, str(tmp_path / "a.csv"), test=str(tmp_path / test))
+
+
+def test_the_parts_of_a_split_are_not_both_test_rows(tmp_path):
+    np.savez(tmp_path / "a.npz", test_logits=LOGITS, test_labels=LABELS)
+    validation, test = select_samples(read_sets, str(tmp_path / "a.npz"), split=0.5)
+    assert describe_samples(validation) == "30 validation rows"
+    assert describe_samples(test) == "30 test rows"
 
 
 @pytest.mark.parametrize("form", ["parquet", "feather"])
