@@ -26,7 +26,7 @@ from focalkern.files.paths import (
 )
 from focalkern.files.samples import Hint, InputError, LogitSet, check_input_kind, check_options, checked_set
 from focalkern.files.shards import open_shards
-from focalkern.files.tables import check_same_columns, read_arrow, read_csv
+from focalkern.files.tables import check_column_names, read_arrow, read_csv
 
 __all__ = ["labels_of_npy", "read_sets"]
 
@@ -109,7 +109,7 @@ def _joined(source: str, parts: Sequence[LogitSet]) -> LogitSet:
         if (one.kind, one.n_classes) != (first.kind, first.n_classes):
             expected = f"{first.kind} of {first.n_classes} classes as in {first.source}"
             raise InputError(f"{one.source}: expected {expected}, found {one.kind} of {one.n_classes}")
-        check_same_columns(first, one)
+        check_column_names(f"the columns of {first.source}", first.classes, one.source, one.classes)
     input, labels = torch.cat([one.input for one in parts]), torch.cat([one.labels for one in parts])
     return replace(first, input=input, labels=labels, source=str(source))
 

@@ -23,7 +23,7 @@ from focalkern.files.samples import (
     label_numbers,
 )
 
-__all__ = ["OtherColumns", "check_same_columns", "from_frame", "read_arrow", "read_csv", "read_unlabelled"]
+__all__ = ["OtherColumns", "check_column_names", "from_frame", "read_arrow", "read_csv", "read_unlabelled"]
 
 _LABEL_COLUMNS = ("label", "labels", "target")
 
@@ -133,6 +133,7 @@ class OtherColumns:
 
     Attributes:
         classes: the names of the classes, without the prefix ``logit_`` or ``prob_``.
+        is_numbered: whether these names are numbers.
         before, after: names and values of the columns before the first class, and of all others: text for a .csv file,
             else columns of pyarrow.
     """
@@ -140,6 +141,12 @@ class OtherColumns:
     classes: tuple[str, ...] = ()
     before: tuple[tuple[str, Any], ...] = ()
     after: tuple[tuple[str, Any], ...] = ()
+    is_numbered: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``classes``; empty if they are numbers."""
+        return () if self.is_numbered else self.classes
 
 
 def read_unlabelled(
@@ -175,6 +182,7 @@ def read_unlabelled(
         tuple(_class_names(found)),
         tuple(pair for place, pair in named if place < first),
         tuple(pair for place, pair in named if place > first),
+        found.numbers is not None,
     )
     return input_kind or _kind_of_columns(found) or "logits", values, rest
 
@@ -332,15 +340,11 @@ def _set(
     return rows if classes.numbers is not None else replace(rows, classes=tuple(_class_names(classes)))
 
 
-def check_same_columns(first: LogitSet, other: LogitSet) -> None:
-    """Raises InputError if both sets name the columns of their classes, and not in the same order."""
-    if first.classes and other.classes and first.classes != other.classes:
-        pairs = zip(first.classes, other.classes, strict=True)
-        place, (wanted, found) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
-        raise InputError(
-            f"{other.source}: expected the columns of the classes in the order of {first.source}, {wanted!r} as class "
-            f"{place}, found {found!r}"
-        )
+def check_column_names(expected: str, wanted: Sequence[str], source: str, names: Sequence[str]) -> None:
+    """Raises InputError if the columns of the classes have names, and not the ``expected`` ones in their order."""
+    for place, (one, other) in enumerate(zip(wanted, names, strict=False)):
+        if one != other:
+            raise InputError(f"{source}: expected {expected}, {one!r} as class {place}, found {other!r}")
 
 
 def _is_number(label: Any, number: int | None) -> bool:

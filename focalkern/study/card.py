@@ -11,6 +11,7 @@ from focalkern._checks import path_text
 from focalkern.calibrators import Calibrator, load_calibrator
 from focalkern.calibrators._candidates import keeps_predictions
 from focalkern.calibrators._verdict import describe_method, sentence
+from focalkern.study.apply import columns_of_fit
 from focalkern.study.samples import SCORES
 
 __all__ = ["calibrator_card"]
@@ -78,7 +79,7 @@ def _front_matter(name: str, method: str, evidence: Mapping[str, Any]) -> str:
 
 
 def _details(document: Mapping[str, Any], calibrator: Calibrator, method: str, evidence: Mapping[str, Any]) -> str:
-    classes = document["fit"].get("classes")
+    classes = document["fit"].get("classes") or columns_of_fit(document)
     parameters = {
         name: document[key] for name, key in (("gamma", "gamma"), ("T", "temperature")) if _is_number(document.get(key))
     }

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from focalkern.files import Hint, InputError, LogitSet
-from focalkern.files.tables import check_same_columns
+from focalkern.files.tables import check_column_names
 from focalkern.study.samples import Samples, as_samples
 
 __all__ = ["check_alike", "select_samples"]
@@ -71,7 +71,8 @@ def select_samples(
         if reported.kind != validation.kind:
             raise InputError(f"{test}: expected {validation.kind} as in {source}, found {reported.kind}")
         if validation.memory is not None and reported.memory is not None:
-            check_same_columns(validation.memory, reported.memory)
+            names = validation.memory.classes, reported.memory.classes
+            check_column_names(f"the columns of {source}", names[0], test, names[1])
         return validation, reported
     if "val" in sets and "test" in sets:
         validation, reported = sets["val"], sets["test"]

@@ -134,7 +134,7 @@ def test_two_tables_have_their_classes_in_one_order(tmp_path):
     other = NAMED[["dog", "cat", "bird", "ant"]]
     for name, frame in (("a.csv", NAMED), ("b.csv", other), ("c.csv", FRAME)):
         frame.assign(label=LABELS).to_csv(tmp_path / name, index=False)
-    words = r"b\.csv: expected the columns of the classes in the order of .*a\.csv, 'bird' as class 1, found 'cat'$"
+    words = r"b\.csv: expected the columns of .*a\.csv, 'bird' as class 1, found 'cat'$"
     with pytest.raises(InputError, match=words):
         read_sets(str(tmp_path / "[ab].csv"))
     with pytest.raises(InputError, match=words):

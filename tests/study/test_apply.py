@@ -105,6 +105,26 @@ def test_labels_in_a_parquet_file_are_not_read_and_columns_keep_their_names(fold
     assert torch.equal(written("p.feather")["probs"], expected(LOGITS[:, [2, 3, 1, 0]]))
 
 
+def test_a_calibrator_of_named_columns_takes_no_others(folder, run):
+    pytest.importorskip("tabulate", reason="tabulate is not installed")
+    labels = LOGITS.argmax(-1)
+    for name, places in (("fit.csv", [0, 1, 2, 3]), ("other.csv", [0, 2, 1, 3])):
+        with open(name, "w", newline="") as stream:
+            rows = csv.writer(stream)
+            rows.writerow(["label", *(f"logit_{NAMES[place]}" for place in places)])
+            rows.writerows([int(label), *row] for label, row in zip(labels, LOGITS[:, places].tolist(), strict=True))
+    np.save("rows.npy", LOGITS.numpy())
+    options = ("--split", "0.5", "--candidates", "temperature", "--bootstrap", "0", "--out", "named.json")
+    assert run("calibrate", "fit.csv", *options)[0] == 0
+    assert "| classes | ant, bee, cat, dog |" in run("card", "named.json")[1]
+    for name in ("fit.csv", "rows.npy"):
+        assert run("apply", "named.json", name, "--out", "probs.npy")[0] == 0
+    code, _, err = run("apply", "named.json", "other.csv", "--out", "no.npy")
+    assert code == 2
+    assert "other.csv: expected the columns to which named.json was fitted, 'bee' as class 1, found 'cat'" in err
+    assert not os.path.exists("no.npy")
+
+
 def test_several_sets_and_labels_that_are_there(folder):
     np.savez("both.npz", val_logits=LOGITS[:20], val_labels=np.zeros(20, int), test_logits=LOGITS[20:])
     assert apply_calibrator("c.json", "both.npz", "p.npz") == {"val_probs": (20, 4), "test_probs": (30, 4)}

@@ -109,6 +109,7 @@ def _data_to_json(comparison: JudgedComparison) -> dict[str, Any]:
             "input_kind": rows.kind,
             "n_samples": len(rows),
             "n_classes": rows.n_classes,
+            **({"classes": list(rows.memory.classes)} if rows.memory is not None and rows.memory.classes else {}),
         }
 
     return {
