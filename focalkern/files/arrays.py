@@ -183,13 +183,13 @@ def find_sets(
             both = (Hint("input_kind", "logits"), "or", Hint("input_kind", "probs"))
             raise InputError(source, f"one of {' and '.join(names.values())}", "both", hint=both)
         kind = present[0] if input_kind is None else input_kind
-        if kind not in present:
-            raise InputError(source, names[kind], _listing(arrays), hint=Hint("input_kind", present[0]))
+        if kind not in present and kind == "logits":
+            raise InputError(source, names[kind], _listing(arrays), hint=Hint("input_kind", "probs"))
+        name = names[kind if kind in present else "logits"]  # probabilities under the name of logits, as the user says
         label_name = labels_key or (f"{prefix}_labels" if prefix else "labels")
         if label_name not in arrays:
-            expected = f"{label_name} beside {names[kind]}"
-            raise InputError(source, expected, _listing(arrays), hint=Hint("labels_key", "NAME"))
-        sets[prefix] = (kind, names[kind], label_name)
+            raise InputError(source, f"{label_name} beside {name}", _listing(arrays), hint=Hint("labels_key", "NAME"))
+        sets[prefix] = (kind, name, label_name)
     if labels_key is not None and len(sets) > 1:
         found = f"sets called {', '.join(sets)}"
         hint = (Hint("logits_key", "NAME"), Hint("labels_key", labels_key))

@@ -152,6 +152,8 @@ def _find(
                 both = (Hint("input_kind", "logits"), "or", Hint("input_kind", "probs"))
                 raise InputError(source, f"one of {found[prefix][1]} and {key}", "both", hint=both)
             found[prefix] = (kind, key)
+    if not found and input_kind == "probs":  # probabilities under the name of logits, as the user says
+        return {prefix: ("probs", key) for prefix, (_, key) in _find(source, arrays, "logits", None).items()}
     if not found:
         wanted = input_kind or "logits or probs"
         found_names = ", ".join(arrays) or "nothing"

@@ -53,8 +53,9 @@ def read_sets(
             order of their names and numbers; a folder with the suffix ``.parquet`` for the files in it and below. URLs
             that fsspec opens are permitted: ``"s3://bucket/val.npz"``.
         labels: the .npy files with the labels, for .npy files only.
-        input_kind: ``"logits"`` or ``"probs"``. None: the name of the array (or of the .npy file) decides; other names
-            mean logits, and rows that look like probabilities are then an error.
+        input_kind: ``"logits"`` or ``"probs"``, which also reads an array called ``logits``. None: the name of the
+            array (or of the .npy file) decides; other names mean logits, and rows that look like probabilities are then
+            an error.
         logits_key, labels_key: the names of the arrays; for tables, a pattern for the columns of the classes
             (``"p_*"``) and the column of the labels.
         ignore_index: label of ignored rows or pixels.

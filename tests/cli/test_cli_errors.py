@@ -62,7 +62,7 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--test", "OTHER"), "expected the 5 classes of"),
         (
             ("calibrate", "SINGLE", "--input-kind", "probs"),
-            "expected probs, found logits [400, 5], labels [400]; pass --input-kind logits",
+            "logits: expected probabilities that sum to 1 within 0.001, found values from",
         ),
         (("calibrate", "SINGLE", "--bootstrap", "-1"), "expected a whole number of at least 0, found '-1'"),
         (("calibrate", "SINGLE", "--search", "all"), "argument --search: invalid choice: 'all'"),

@@ -128,8 +128,15 @@ def test_the_kind_is_what_the_caller_or_the_name_says(tmp_path):
     with pytest.raises(InputError, match="found both; pass input_kind=logits or input_kind=probs"):
         read_sets(path)
     only = write(tmp_path / "b.npz", val_logits=LOGITS, val_labels=LABELS)
-    with pytest.raises(InputError, match=r"expected val_probs, found val_logits \[4, 3\].*; pass input_kind=logits"):
+    with pytest.raises(
+        InputError, match=r"val_logits: expected probabilities that sum to 1 within 0\.001, found values"
+    ):
         read_sets(only, input_kind="probs")
+    misnamed = write(tmp_path / "c.npz", val_logits=PROBS, val_labels=PROB_LABELS)
+    same(read_sets(misnamed, input_kind="probs")["val"], PROBS, PROB_LABELS, "probs", "val")
+    only = write(tmp_path / "d.npz", probs=PROBS, labels=PROB_LABELS)
+    with pytest.raises(InputError, match=r"expected logits, found probs \[.*; pass input_kind=probs"):
+        read_sets(only, input_kind="logits")
 
 
 def rows(values, **cells):
