@@ -140,11 +140,12 @@ def describe_evidence(cross_validation: CrossValidation) -> str:
     return f"Cross-validated {loss} {', '.join(parts)}."
 
 
-def describe_predictions(changed: int, rows: int) -> str:
-    """One sentence on the rows whose predicted class changes."""
+def describe_predictions(changed: int, rows: int, accuracies: tuple[float, float] | None = None) -> str:
+    """One sentence on the rows whose predicted class changes, with the change of the accuracy, before and after."""
     if changed == 0:
         return "No predicted class changes."
-    return f"Predictions change in {changed:,} of {rows:,} rows, in none with keep_predictions."
+    effect = "" if accuracies is None else f" (accuracy {accuracies[1] - accuracies[0]:+.4f})"
+    return f"{changed:,} of {rows:,} predictions change{effect}, none with keep_predictions."
 
 
 def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:

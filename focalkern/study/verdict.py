@@ -60,7 +60,9 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
         costs = (
             ""
             if chosen.method == "none"
-            else describe_predictions(_n_changed(comparison, chosen), len(comparison.test))
+            else describe_predictions(
+                _n_changed(comparison, chosen), len(comparison.test), (before["accuracy"], now["accuracy"])
+            )
         )
     else:
         because = "The criterion is the ECE" if criterion == "ece" else "The options name it, without cross-validation"
