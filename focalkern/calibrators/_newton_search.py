@@ -43,6 +43,11 @@ class _Rows:
     weight: Tensor | None
     criterion: Proper
 
+    def table(self, gammas: Sequence[float], temperatures: Sequence[float]) -> np.ndarray:
+        """The criterion [gammas, temperatures] for starting points."""
+        rows = self.input, self.target, self.input_kind, self.criterion
+        return coarse_table(*rows, gammas, temperatures, self.weight)
+
     def low_end(self, gamma: float, why: str) -> tuple[float, tuple[str, ...]]:
         """The result (temperature, sentences) if the criterion falls all the way to T = 0."""
         temperature = succession_bound(self.input, gamma, self.input_kind, self.weight)
@@ -171,7 +176,7 @@ def brier_temperature(
 
 def _brier_temperature(rows: _Rows) -> Steps[SearchResult]:
     axis = np.geomspace(*TEMPERATURE_BOUNDS, 65).tolist()
-    cells = coarse_table(rows.input, rows.target, rows.input_kind, "brier", (0.0,), axis)[0]
+    cells = rows.table((0.0,), axis)[0]
     if float(np.ptp(cells)) <= 1e-12:
         words = "all temperatures are equally good: the Brier score is the same at all of them"
         return SearchResult(0.0, 1.0, float(cells[32]), 65, (words,))
@@ -250,7 +255,7 @@ def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[Searc
         lowest_of = []
         smooth, others = _START_GAMMAS[:_N_SMOOTH], _START_GAMMAS[_N_SMOOTH:]
         for gammas, stride in ((smooth, 2 if rows.criterion == "nll" else 1), (others, 1)):
-            cells = coarse_table(rows.input, rows.target, rows.input_kind, rows.criterion, gammas, axis[::stride])
+            cells = rows.table(gammas, axis[::stride])
             n_cells += cells.size
             places, lowest = _vertices(cells)
             lowest_of += [*zip(lowest, gammas, axis[0] * _START_RATIO ** (stride * places), strict=True)]

@@ -1,7 +1,7 @@
 """The NLL of many networks and the Brier score of one, with their derivatives in gamma and T."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -42,12 +42,14 @@ def coarse_table(
     target: Tensor,
     input_kind: InputKind,
     criterion: Proper,
-    gammas: tuple[float, ...],
-    temperatures: list[float],
+    gammas: Sequence[float],
+    temperatures: Sequence[float],
+    weight: Tensor | None = None,
 ) -> np.ndarray:
-    """The criterion [gammas, temperatures] of some unweighted rows, at most in float32, for starting points."""
-    step = max(1, len(input) // max(_TABLE_ROWS, _TABLE_NUMBERS // input.shape[1]))
-    some = input[::step]
+    """The criterion [gammas, temperatures] of some rows, at most in float32, for starting points."""
+    n_rows = max(_TABLE_ROWS, _TABLE_NUMBERS // input.shape[1])
+    places = slice(None, None, max(1, len(input) // n_rows)) if weight is None else _repeated(weight, n_rows)
+    some = input[places]
     if some.dtype == torch.float64:  # rounding must not make a possible class impossible
         limits = torch.finfo(torch.float32)
         if input_kind == "logits":
@@ -55,10 +57,25 @@ def coarse_table(
         else:
             some = some.clamp(min=limits.tiny).where(some > 0, 0.0)
         some = some.to(torch.float32)
-    rows = some.contiguous(), target[::step].contiguous()
+    rows = some.contiguous(), target[places].contiguous()
     grid = every_row_grid("fit", *rows, gammas, temperatures, criteria=(criterion,), input_kind=input_kind)
     table: np.ndarray = grid.tables[criterion].cpu().numpy()
     return table
+
+
+def _repeated(weight: Tensor, n_rows: int) -> Tensor:
+    """Indices of evenly spaced rows of those in which a row with weight w occurs w times: n_rows to 2 n_rows, or all.
+
+    If the weights are not multiples of the smallest, the number of copies of a row is w n_rows / W, rounded up or down.
+    """
+    copies = weight / weight.amin()
+    total, off = float(copies.sum()), float((copies - copies.round()).abs().amax())
+    copies = copies.round() if off <= 1e-9 and total < 2**53 else weight * (n_rows / weight.sum())
+    ends = copies.cumsum(0)
+    step = max(1, int(ends[-1]) // n_rows)
+    # The middle of a copy is never an end, so rounding does not move it to a neighbour.
+    middles = torch.arange(0.5, float(ends[-1]), step, dtype=torch.float64, device=ends.device)
+    return torch.searchsorted(ends, middles)
 
 
 class NllOfNetworks:

@@ -19,7 +19,8 @@ from focalkern.calibrators import (
     TemperatureScaling,
     load_calibrator,
 )
-from focalkern.calibrators._weighted import weighted_ece
+from focalkern.calibrators._smooth_losses import coarse_table
+from focalkern.calibrators._weighted import weighted_ece, weighted_grid
 
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
@@ -68,6 +69,37 @@ def test_weights_are_repeated_rows(calibrator):
     assert weighted.n_samples_ == int((times > 0).sum())
     ones = copy(calibrator).fit(logits, target, np.ones(150))
     assert torch.equal(ones.predict_proba(logits), copy(calibrator).fit(logits, target).predict_proba(logits))
+
+
+@pytest.mark.parametrize("cls", [TemperatureScaling, FocalTemperatureScaling])
+def test_a_search_starts_from_weighted_rows(cls):
+    """Two of 100 rows are wrong and weigh 40: without their weights the Brier score falls all the way to T = 0."""
+    logits, _ = sample(100)
+    wrong = torch.arange(100) < 2
+    target, times = (logits.argmax(-1) + wrong) % 3, torch.where(wrong, 40, 1)
+    weighted = cls(criterion="brier").fit(logits, target, times)
+    repeated = cls(criterion="brier").fit(logits.repeat_interleave(times, 0), target.repeat_interleave(times))
+    assert weighted.best_value_ == pytest.approx(repeated.best_value_, abs=1e-9)
+    assert weighted.temperature_ == pytest.approx(repeated.temperature_, rel=1e-4)
+    assert weighted.at_border_ == ()
+
+
+@pytest.mark.parametrize("criterion", ["nll", "brier"])
+@pytest.mark.parametrize("n_classes", [3, 100])  # 2730 and 512 rows: fewer than the copies, and more
+def test_the_table_of_starts_counts_a_row_as_often_as_its_weight_says(criterion, n_classes):
+    logits, target = sample(400, n_classes)
+    axes = (-0.5, 0.0, 2.0), (0.5, 1.0, 2.0)
+    times = torch.arange(1, 401, dtype=torch.float64) % 7 + 1
+    repeated = logits.repeat_interleave(times.long(), 0), target.repeat_interleave(times.long())
+    expected = coarse_table(*repeated, "logits", criterion, *axes)
+    for weight in (times, times * 1e-3):
+        assert np.array_equal(coarse_table(logits, target, "logits", criterion, *axes, weight), expected)
+    # Weights that are no multiples of the smallest.
+    odd = (times / 2).exp()
+    options = {"criteria": (criterion,), "n_bins": 1, "estimator": "equal_width", "input_kind": "logits"}
+    exact = weighted_grid("", logits, target, odd, *axes, **options).tables[criterion].numpy()
+    found = coarse_table(logits, target, "logits", criterion, *axes, odd)
+    assert found == pytest.approx(exact, rel=0.03)
 
 
 @pytest.mark.parametrize("estimator", ["equal_width", "equal_mass"])
