@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from focalkern._types import LOSS_NAMES, InputKind, Proper
-from focalkern.calibrators._newton_steps import Steps, newton_steps, valleys
+from focalkern.calibrators._newton_steps import Steps, newton_steps, valleys, vertices
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, SearchResult
 from focalkern.calibrators._smooth_losses import BrierOfRows, NllOfNetworks, check_finite_nll, coarse_table
 from focalkern.calibrators._temperature_bound import describe_bound, succession_bound
@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 _LOG_T = (math.log(TEMPERATURE_BOUNDS[0]), math.log(TEMPERATURE_BOUNDS[1]))
+# Temperatures between the bounds, 8 per factor of 10.
+_WIDE_RATIO, _WIDE_AXIS = 10**0.125, np.geomspace(*TEMPERATURE_BOUNDS, 65).tolist()
 # Relative size of a last step in 1/T: the error after a Newton step is its square.
 _CONVERGED = 1e-7
 # Factor by which the bracket of 1/T grows per step towards an unknown end.
@@ -175,7 +177,7 @@ def brier_temperature(
 
 
 def _brier_temperature(rows: _Rows) -> Steps[SearchResult]:
-    axis = np.geomspace(*TEMPERATURE_BOUNDS, 65).tolist()
+    axis = _WIDE_AXIS
     cells = rows.table((0.0,), axis)[0]
     if float(np.ptp(cells)) <= 1e-12:
         words = "all temperatures are equally good: the Brier score is the same at all of them"
@@ -206,6 +208,7 @@ def _at_low_end(rows: _Rows, gamma: float) -> Steps[SearchResult]:
 _START_GAMMAS = (-0.95, -0.8, -0.6, -0.4, -0.2, 0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _START_RATIO = 1.17
 _START_FACTORS = [0.2 * _START_RATIO**index for index in range(32)]  # of T at gamma = 0: 0.2 to 26
+_ROUNDING = 1e-6  # bound of the rounding of the table, which is in float32
 _N_SMOOTH = 7  # for the first of these gammas the NLL is smooth enough in T for every second factor
 
 
@@ -239,29 +242,17 @@ def nll_focal_scalings(
 
 def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[SearchResult]:
     plain = yield from (_nll_temperature if rows.criterion == "nll" else _brier_temperature)(rows)
-    if plain.at_border:
-        # If T has no optimum at gamma = 0, it has none at any gamma.
-        return plain
+    if plain.at_border and rows.criterion == "nll" and plain.temperature < TEMPERATURE_BOUNDS[1]:
+        return plain  # no gamma has a lower NLL than T = 0
     bounds = (math.log1p(GAMMA_BOUNDS[0]), math.log1p(GAMMA_BOUNDS[1])), _LOG_T
     low, high = np.array(bounds).T
 
-    starts = [(0.0, plain.temperature)]
-    n_cells = plain.n_cells
-    if near is not None:
-        starts.insert(0, near)
-    else:
-        axis = [factor * plain.temperature for factor in _START_FACTORS]
-        axis = [temperature for temperature in axis if TEMPERATURE_BOUNDS[0] <= temperature <= TEMPERATURE_BOUNDS[1]]
-        lowest_of = []
-        smooth, others = _START_GAMMAS[:_N_SMOOTH], _START_GAMMAS[_N_SMOOTH:]
-        for gammas, stride in ((smooth, 2 if rows.criterion == "nll" else 1), (others, 1)):
-            cells = rows.table(gammas, axis[::stride])
-            n_cells += cells.size
-            places, lowest = _vertices(cells)
-            lowest_of += [*zip(lowest, gammas, axis[0] * _START_RATIO ** (stride * places), strict=True)]
-        starts[:0] = [lowest_of[i][1:] for i in valleys(np.array([value for value, *_ in lowest_of]))[:3]]
+    starts, n_cells = ([near], 0) if near is not None else _starts(rows, plain)
+    if not plain.at_border:
+        starts.append((0.0, plain.temperature))
+    plain = replace(plain, n_cells=plain.n_cells + n_cells)
 
-    best_point, best_value = np.array([0.0, math.log(plain.temperature)]), plain.value
+    best_point, best_value = None, plain.value
     bottoms: list[tuple[np.ndarray, float]] = []
     for gamma, temperature in starts:
         start = np.clip([math.log1p(gamma), math.log(temperature)], low, high)
@@ -270,28 +261,41 @@ def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[Searc
         # Only a difference above rounding counts, so gamma stays 0 if the data do not determine it.
         if value < best_value - 1e-12 * abs(best_value):
             best_point, best_value = point, value
+    if best_point is None:
+        return plain
     if float(best_point[1]) == _LOG_T[0]:
         found = yield from _at_low_end(rows, math.expm1(best_point[0]))
         # The result at the bound may be worse than temperature scaling, whose optimum is inside the bounds.
-        return replace(found if found.value < plain.value else plain, n_cells=n_cells)
+        return replace(found, n_cells=plain.n_cells) if found.value < plain.value else plain
     words = [
         text
         for name, value, ends in zip(("gamma", "temperature"), best_point, bounds, strict=True)
         for text in rows.words(name, float(value), ends)
     ]
     temperature = _temperature(float(best_point[1]))
-    return SearchResult(math.expm1(best_point[0]), temperature, float(best_value), n_cells, tuple(words))
+    return SearchResult(math.expm1(best_point[0]), temperature, float(best_value), plain.n_cells, tuple(words))
 
 
-def _vertices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Place and value of the vertex of the parabola through the smallest number of each row and its neighbours."""
-    places = cells.argmin(1)
-    padded = np.pad(cells, ((0, 0), (1, 1)), constant_values=np.inf)
-    before, lowest, after = (padded[np.arange(len(cells)), places + side] for side in range(3))
-    with np.errstate(invalid="ignore", divide="ignore"):  # at an end and in a flat row, the place of the number itself
-        fall = (before - after) / 2
-        moved = np.nan_to_num(fall / (before - 2 * lowest + after)).clip(-0.5, 0.5)
-        return places + moved, lowest - np.nan_to_num(fall * moved) / 2
+def _starts(rows: _Rows, plain: SearchResult) -> tuple[list[tuple[float, float]], int]:
+    """The lowest local minima (gamma, T) of a table, and the number of its cells.
+
+    If the criterion has no minimum in T at gamma = 0, it may have one at another gamma, at any T.
+    """
+    axis, ratio = _WIDE_AXIS, _WIDE_RATIO
+    if not plain.at_border:
+        axis, ratio = [factor * plain.temperature for factor in _START_FACTORS], _START_RATIO
+        axis = [temperature for temperature in axis if TEMPERATURE_BOUNDS[0] <= temperature <= TEMPERATURE_BOUNDS[1]]
+    lowest_of, n_cells = [], 0
+    smooth, others = _START_GAMMAS[:_N_SMOOTH], _START_GAMMAS[_N_SMOOTH:]
+    for gammas, stride in ((smooth, 2 if rows.criterion == "nll" and not plain.at_border else 1), (others, 1)):
+        cells = rows.table(gammas, axis[::stride])
+        n_cells += cells.size
+        places, lowest = vertices(cells)
+        if plain.at_border:  # only minima between the ends
+            lowest[cells.min(1) >= cells[:, [0, -1]].min(1) - _ROUNDING] = math.inf
+        lowest_of += [*zip(lowest, gammas, axis[0] * ratio ** (stride * places), strict=True)]
+    values = np.array([value for value, *_ in lowest_of])
+    return [lowest_of[i][1:] for i in valleys(values)[:3] if values[i] < math.inf], n_cells
 
 
 def _temperature(log: float) -> float:

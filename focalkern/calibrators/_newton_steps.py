@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["Steps", "newton_steps", "valleys"]
+__all__ = ["Steps", "newton_steps", "valleys", "vertices"]
 
 # Size of a last step, in logarithms of the variables: with an exact Hessian the error after it is its square. Nothing
 # is evaluated at its end: the value there is that of the quadratic model to the last digit.
@@ -24,6 +24,17 @@ def valleys(values: np.ndarray) -> list[int]:
     padded = np.concatenate([[np.inf], values, [np.inf]])
     bottoms = np.flatnonzero((values <= padded[:-2]) & (values <= padded[2:]))
     return sorted(bottoms.tolist(), key=values.__getitem__)
+
+
+def vertices(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Place and value of the vertex of the parabola through the smallest number of each row and its neighbours."""
+    places = cells.argmin(1)
+    padded = np.pad(cells, ((0, 0), (1, 1)), constant_values=np.inf)
+    before, lowest, after = (padded[np.arange(len(cells)), places + side] for side in range(3))
+    with np.errstate(invalid="ignore", divide="ignore"):  # at an end and in a flat row, the place of the number itself
+        fall = (before - after) / 2
+        moved = np.nan_to_num(fall / (before - 2 * lowest + after)).clip(-0.5, 0.5)
+        return places + moved, lowest - np.nan_to_num(fall * moved) / 2
 
 
 def newton_steps(

@@ -160,6 +160,36 @@ def test_one_mistake_is_an_optimum_again():
     assert mean_confidence(logits, calibrator.temperature_) < 101 / 102
 
 
+def nll_without_temperature():
+    """Fifty right rows with margin 1 and a wrong row with margin 100."""
+    margin = torch.tensor([1.0] * 50 + [100.0], dtype=torch.float64)
+    return torch.stack([margin, 0 * margin], 1), (margin > 1).long()
+
+
+def brier_without_temperature():
+    """Confident rows and a quarter of wrong ones, with logits of very different sizes."""
+    generator = torch.Generator().manual_seed(9)
+    logits = 4 * torch.randn(150, 3, generator=generator, dtype=torch.float64)
+    logits *= torch.randn(150, 1, generator=generator, dtype=torch.float64).exp()
+    return logits, (logits.argmax(-1) + (torch.arange(150) % 4 == 0)) % 3
+
+
+@pytest.mark.parametrize(
+    ("criterion", "rows", "bound", "at_most"),
+    [("nll", nll_without_temperature, "upper", 0.19), ("brier", brier_without_temperature, "lower", 0.494)],
+)
+def test_gamma_may_have_an_optimum_where_the_temperature_alone_has_none(criterion, rows, bound, at_most):
+    logits, target = rows()
+    plain = TemperatureScaling(criterion=criterion).fit(logits, target)
+    assert f"is the {bound} bound of the search" in plain.at_border_[0]
+    focal = fk.FocalTemperatureScaling(criterion=criterion).fit(logits, target)
+    assert focal.best_value_ < at_most < plain.best_value_
+    assert not any(words.startswith("temperature") for words in focal.at_border_)
+    near = fk.FocalTemperatureScaling(criterion=criterion)
+    near.fit_quietly(logits, target, near=(focal.gamma_, 1.1 * focal.temperature_))
+    assert (near.gamma_, near.temperature_) == pytest.approx((focal.gamma_, focal.temperature_), rel=1e-4)
+
+
 def test_the_bound_counts_a_row_as_often_as_its_weight_says():
     logits, _ = sample(100)
     target = logits.argmax(-1)
