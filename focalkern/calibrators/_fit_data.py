@@ -13,7 +13,17 @@ from focalkern._checks import label, label_range, parsed_float, short
 from focalkern.calibrators._inputs import renormalized
 from focalkern.fallback._checks import sum_tolerance
 
-__all__ = ["FitData", "as_floating", "as_rows", "check_input", "check_values", "labels_array", "weighted_mean"]
+__all__ = [
+    "FitData",
+    "as_binary",
+    "as_floating",
+    "as_rows",
+    "as_weight",
+    "check_input",
+    "check_values",
+    "labels_array",
+    "weighted_mean",
+]
 
 # Bounds of a sum of weights. Within them, shares, their squares and 1 / (N + 1) neither overflow nor underflow.
 _MOST_WEIGHT = 1e100
@@ -60,7 +70,7 @@ def as_rows(
     expected = (input.shape[0], *input.shape[2:])
     labels, names = _as_target(name, target, expected, n_classes)
     labels = labels.to(input.device)
-    weight = None if sample_weight is None else _as_weight(name, sample_weight, expected).to(input.device)
+    weight = None if sample_weight is None else as_weight(name, sample_weight, expected).to(input.device)
     dense = input.dim() > 2
     if dense:
         input, labels = flat_rows(input), labels.reshape(-1)
@@ -216,13 +226,32 @@ def weighted_mean(name: str, right: np.ndarray[Any, Any], sample_weight: Any) ->
     """The weighted fraction of rows that are correct."""
     if sample_weight is None:
         return float(np.mean(right))
-    weight = _as_weight(name, sample_weight, tuple(right.shape)).cpu().numpy()
+    weight = as_weight(name, sample_weight, tuple(right.shape)).cpu().numpy()
     if not weight.sum() > 0:
         raise ValueError(f"{name}: sample_weight must have a positive sum, got {weight.sum()}")
     return float(np.average(right, weights=weight))
 
 
-def _as_weight(name: str, values: Any, expected: tuple[int, ...]) -> Tensor:
+def as_binary(name: str, target: Any, input: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:
+    """Independent labels [N, L], int64, and which of them are not ignored, both on the device of ``input`` [N, L]."""
+    labels = as_tensor(target, f"{name}: target")
+    if ignore_index is not None:
+        ignore_index = label(name, "ignore_index", ignore_index, " or None")
+    if labels.shape != input.shape:
+        raise ValueError(f"{name}: target must be [N, L] = {list(input.shape)}, got {list(labels.shape)}")
+    # The comparisons are false for NaN, so NaN raises too.
+    good = (labels == 0) | (labels == 1)
+    known = torch.ones_like(good) if ignore_index is None else labels != ignore_index
+    good |= ~known
+    if not bool(good.all()):
+        row, column = (~good).nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: target must be 0 or 1, got {labels[row, column].item()} at row {row}, label {column}"
+        )
+    return labels.to(input.device, torch.int64), known.to(input.device)
+
+
+def as_weight(name: str, values: Any, expected: tuple[int, ...]) -> Tensor:
     weight = as_tensor(values, f"{name}: sample_weight")
     if weight.is_complex():
         raise TypeError(f"{name}: sample_weight must be real, got {weight.dtype}")

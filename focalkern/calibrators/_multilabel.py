@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import label as as_label
 from focalkern._diagnostics import one_logit_problems
 from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, calibrator_from_json, nested_document
-from focalkern.calibrators._fit_data import weighted_mean
+from focalkern.calibrators._fit_data import as_binary, as_weight, weighted_mean
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits
@@ -97,9 +96,9 @@ class MultiLabelScaling(Calibrator):
             >>> print(calibrator.temperatures_.round(3))
             [2.885 0.721]
         """
-        self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
+        counted = self._fit_labels(logits, target, sample_weight, ignore_index)
         if self.input_kind == "logits":
-            self.warnings_ = (*one_logit_problems(self._as_tensor(logits)), *self.warnings_)
+            self.warnings_ = (*one_logit_problems(counted), *self.warnings_)
         first = self.warnings_[:_MOST_NAMED]
         more = len(self.warnings_) - len(first)
         warn(type(self).__name__, (*first, f"{more} more in warnings_") if more else first)
@@ -125,31 +124,24 @@ class MultiLabelScaling(Calibrator):
             >>> calibrator.remarks_
             ('label 1: not calibrated, because its 10 rows have no positive',)
         """
+        self._fit_labels(logits, target, sample_weight, ignore_index)
+        return self
+
+    def _fit_labels(self, logits: Any, target: Any, sample_weight: Any, ignore_index: int | None) -> Tensor:
+        """Fit, and return the logits of the rows with a positive weight."""
         name = type(self).__name__
         self._check_parameters()
-        input, labels = self._as_tensor(logits), as_tensor(target, f"{name}: target")
-        if ignore_index is not None:
-            ignore_index = as_label(name, "ignore_index", ignore_index, " or None")
+        input = self._as_tensor(logits)
         self._check_labels(input)
         if input.dim() != 2 or 0 in input.shape:
             raise ValueError(f"{name}: logits must be [N, L] with at least one row, got shape {list(input.shape)}")
-        if labels.shape != input.shape:
-            raise ValueError(f"{name}: target must be [N, L] = {list(input.shape)}, got {list(labels.shape)}")
-        # The comparisons are false for NaN, so NaN raises too.
-        good = (labels == 0) | (labels == 1)
-        known = torch.ones_like(good) if ignore_index is None else labels != ignore_index
-        good |= ~known
-        if not bool(good.all()):
-            row, column = (~good).nonzero()[0].tolist()
-            raise ValueError(
-                f"{name}: target must be 0 or 1, got {labels[row, column].item()} at row {row}, label {column}"
-            )
-        labels = labels.to(input.device, torch.int64)
-        known = known.to(input.device)
+        labels, known = as_binary(name, target, input, ignore_index)
+        weight = None if sample_weight is None else as_weight(name, sample_weight, input.shape[:1]).to(input.device)
+        if weight is not None:
+            known &= (weight > 0).unsqueeze(1)
         self._check_values(input, known)
-        weight = None if sample_weight is None else as_tensor(sample_weight, f"{name}: sample_weight").to(input.device)
-        if weight is not None and weight.shape != input.shape[:1]:
-            raise ValueError(f"{name}: sample_weight must be [N] = [{len(input)}], got {list(weight.shape)}")
+        if weight is not None and not bool(weight.any()):
+            raise ValueError(f"{name}: fit needs at least one row, got none")
         positive = (labels * known).sum(0).tolist()
         scalings: list[Scaling | None] = []
         remarks = []
@@ -173,9 +165,10 @@ class MultiLabelScaling(Calibrator):
             scalings.append(scaling)
         fitted = self._of(scalings, positive, remarks)
         floor = 0.0 if self.scaling is None else float(self.scaling.floor)
-        self._become(fitted, Layout(input.shape[1]), n_samples=len(labels), floor=floor)
+        counted = input if weight is None else input[weight > 0]
+        self._become(fitted, Layout(input.shape[1]), n_samples=len(counted), floor=floor)
         self.warnings_ = tuple(warnings)
-        return self
+        return counted
 
     @overload
     def predict_proba(self, logits: Tensor) -> Tensor: ...

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -287,3 +288,23 @@ def test_labels_of_a_row_are_left_out():
     weighted = MultiLabelScaling().fit(logits, target, times)
     repeated = MultiLabelScaling().fit(logits.repeat_interleave(times, 0), target.repeat_interleave(times, 0))
     assert weighted.temperatures_ == pytest.approx(repeated.temperatures_)
+
+
+def test_labels_of_a_row_of_weight_zero_are_left_out():
+    logits, target = torch.tensor([[1.0], [2.0], [-1.0], [0.5]]), torch.tensor([[1], [0], [0], [0]])
+    expected = MultiLabelScaling().fit(logits[1:], target[1:])
+    logits[0] = math.nan
+    found = MultiLabelScaling().fit(logits, target, [0, 1, 1, 1])
+    assert (found.temperatures_.tolist(), found.n_positive_.tolist(), found.n_samples_) == ([1.0], [0], 3)
+    assert found.remarks_ == expected.remarks_ == ("label 0: not calibrated, because its 3 rows have no positive",)
+    with pytest.raises(ValueError, match=r"^MultiLabelScaling: fit needs at least one row, got none$"):
+        MultiLabelScaling().fit(logits, target, [0, 0, 0, 0])
+    with pytest.raises(ValueError, match=r"^MultiLabelScaling: logits must be .* not NaN, got nan at row 0"):
+        MultiLabelScaling().fit(logits, target, [1, 1, 1, 1])
+
+
+def test_a_row_of_weight_zero_is_not_taken_for_a_logit():
+    probs, target = torch.rand(200, 1, generator=torch.Generator().manual_seed(0)), torch.arange(200).unsqueeze(1) % 2
+    probs[0] = 5.0  # outside [0, 1]
+    found = MultiLabelScaling().fit(probs, target, torch.arange(200).clamp(max=1))
+    assert "all logits lie in [0, 1]" in found.warnings_[0]
