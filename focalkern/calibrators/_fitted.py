@@ -217,7 +217,7 @@ class Fitted(Parameters):
         raise NotImplementedError
 
     def _made(self, device: torch.device) -> Any:
-        """What ``_apply`` maps rows of a device with, if it takes it from ``_kept``."""
+        """The map of rows of a device, if ``_apply`` takes it from ``_kept``."""
         raise NotImplementedError
 
     def _invalid_rows_are(self) -> Literal["rejected", "nan"] | None:
