@@ -38,8 +38,6 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
             raise TypeError(f"{what} must be float16, bfloat16, float32 or float64, got {values.dtype}")
         if values.requires_grad:
             values = values.detach()
-        if values.is_cpu:
-            return values
         if values.is_meta:
             raise ValueError(f"{what} must have values, got {short(values)} on the device meta")
         return where_float64(values)

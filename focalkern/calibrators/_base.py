@@ -47,8 +47,8 @@ class Calibrator(Fitted):
                 0. Or [N, C, d1, ...] with the classes in dimension 1, as in torch's losses: every position is a row,
                 and the fitted calibrator takes and returns this layout.
             target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
-                Strings, as in scikit-learn, are the columns in alphabetical order; each must occur. Text of numbers
-                that has another order raises.
+                Strings, as in scikit-learn, are the columns in alphabetical order; each must occur. Numbers as text
+                raise an error if their alphabetical order is not their own.
             sample_weight: [N], or of the shape of ``target``: a row with weight w counts w times; None is 1.
             ignore_index: label of ignored rows; None ignores no row.
 

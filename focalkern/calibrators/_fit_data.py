@@ -198,7 +198,7 @@ def _as_target(
 
 
 def _check_order(name: str, names: np.ndarray[Any, Any]) -> None:
-    """Raises for text of numbers whose alphabetical order, in which scikit-learn has the columns, is not theirs."""
+    """Raises if the names are numbers whose alphabetical order, scikit-learn's order of columns, is not their own."""
     try:
         numbers = [parsed_float(one) for one in names.tolist()]
     except ValueError:
