@@ -1,14 +1,17 @@
 // focal_loss and the other losses of rows: argument checks, kernel calls, autograd and the eager entry. They are one
 // operator, told apart by `kind`; math/row_losses.def has a line for each.
 //
-//   focal_loss_forward    -> (loss, saved)   saved = [kSavedNumbers * rows + 1]: numbers of rows, then the divisor
-//   focal_loss_backward   -> (grad_input, grad_target, grad_gamma), empty where not needed
-//   focal_loss_composite  -> loss            in differentiable torch operations, by focalkern.fallback
+//   focal_loss_forward        -> (loss, saved)   saved = [kSavedNumbers * rows + 1]: numbers of rows, then the divisor
+//   focal_loss_backward       -> (grad_input, grad_target, grad_gamma), empty where not needed
+//   focal_loss_with_gradient  -> (loss, grad_input), on the CPU, the gradient for an upstream gradient of 1
+//   focal_loss_composite      -> loss            in differentiable torch operations, by focalkern.fallback
 //
 // Derivatives of higher order, torch.func transforms and forward-mode tangents go through focal_loss_composite.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -113,12 +116,13 @@ bool is_direct(const Inputs& inputs, const Tensor& grad) {
 struct RowLossBackward : torch::autograd::Node {
   Options options;
   torch::autograd::SavedVariable input, target, gamma, edges, weight, saved;
+  torch::autograd::SavedVariable gradient;  // of focal_loss_with_gradient, in place of `saved`
 
   std::string name() const override { return "RowLossBackward"; }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* variable : {&input, &target, &gamma, &edges, &weight, &saved}) variable->reset_data();
+    for (auto* variable : {&input, &target, &gamma, &edges, &weight, &saved, &gradient}) variable->reset_data();
   }
 
  protected:
@@ -135,6 +139,7 @@ struct RowLossBackward : torch::autograd::Node {
     const bool gamma_is_variable = !table.has_value() && !options.detach_modulation;
     const std::array<bool, 3> needed{task_should_compute_output(0), task_should_compute_output(1) && is_soft_target(y),
                                      task_should_compute_output(2) && gamma_is_variable};
+    const Tensor ready = gradient.unpack();
     if (c10::GradMode::is_enabled()) {
       differentiable_gradients<3>(
           {z, y, g}, needed, grad,
@@ -143,6 +148,10 @@ struct RowLossBackward : torch::autograd::Node {
     }
     const Inputs inputs{z, y, g, table, weights};
     const at::AutoDispatchBelowADInplaceOrView guard;
+    if (ready.defined()) {
+      if (needed[0]) result[0] = at::mul(ready, grad);
+      return result;
+    }
     auto gradients = is_direct(inputs, grad) ? backward_kernel(grad, inputs, numbers, options, needed)
                                              : call_row_loss_backward(grad, inputs, numbers, options, needed);
     if (needed[0]) result[0] = std::move(std::get<0>(gradients));
@@ -152,8 +161,9 @@ struct RowLossBackward : torch::autograd::Node {
   }
 };
 
-// Makes the loss differentiable, where a gradient is wanted.
-void record(const Tensor& loss, const Tensor& saved, const Inputs& inputs, const Options& options) {
+// Makes the loss differentiable, where a gradient is wanted, from what the forward pass saved or from the gradient.
+void record(const Tensor& loss, const Tensor& saved, const Inputs& inputs, const Options& options,
+            const Tensor& gradient = {}) {
   const auto& [input, target, gamma, edges, weight] = inputs;
   if (!torch::autograd::compute_requires_grad(input, target, gamma)) return;
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
@@ -166,7 +176,8 @@ void record(const Tensor& loss, const Tensor& saved, const Inputs& inputs, const
   using torch::autograd::SavedVariable;
   node->input = SavedVariable(input, /*is_output=*/false);
   node->target = SavedVariable(target, /*is_output=*/false);
-  node->saved = SavedVariable(saved, /*is_output=*/false);
+  if (saved.defined()) node->saved = SavedVariable(saved, /*is_output=*/false);
+  if (gradient.defined()) node->gradient = SavedVariable(gradient, /*is_output=*/false);
   if (gamma.defined()) node->gamma = SavedVariable(gamma, /*is_output=*/false);
   if (edges.has_value()) node->edges = SavedVariable(*edges, /*is_output=*/false);
   if (weight.has_value()) node->weight = SavedVariable(*weight, /*is_output=*/false);
@@ -179,6 +190,29 @@ std::tuple<Tensor, Tensor> forward_autograd(const Inputs& inputs, const Options&
     return call_row_loss_forward(inputs, options);
   }();
   record(std::get<0>(outputs), std::get<1>(outputs), inputs, options);
+  return outputs;
+}
+
+// One call in place of two, for compiled graphs of small batches, where the two calls take most of the time.
+std::tuple<Tensor, Tensor> loss_with_gradient(const Inputs& inputs, const Options& options) {
+  const auto [loss, saved] = forward<Cpu>(inputs, options);
+  const Tensor one = at::ones_like(loss);
+  return {loss, std::get<0>(backward<Cpu>(one, inputs, saved, options, {true, false, false}))};
+}
+
+std::tuple<Tensor, Tensor> loss_with_gradient_meta(const Inputs& inputs, const Options& options) {
+  return {std::get<0>(forward_meta(inputs, options)), at::empty_like(inputs.input)};
+}
+
+std::tuple<Tensor, Tensor> loss_with_gradient_autograd(const Inputs& inputs, const Options& options) {
+  static const auto op = find_operator<ForwardSignature>("focalkern::focal_loss_with_gradient");
+  TORCH_CHECK_VALUE(!inputs.target.requires_grad() && !inputs.gamma.requires_grad(),
+                    "focal_loss_with_gradient: only input may require grad");
+  auto outputs = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return call_packed(op, inputs, options);
+  }();
+  record(std::get<0>(outputs), /*saved=*/{}, inputs, options, std::get<1>(outputs));
   return outputs;
 }
 
@@ -324,6 +358,7 @@ void register_focal_loss(torch::Library& definitions, pybind11::module_& module)
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   definitions.def(kFocalLossForwardSchema, tags);
   definitions.def(kFocalLossBackwardSchema, tags);
+  definitions.def(kFocalLossWithGradientSchema, tags);
   definitions.def(kFocalLossCompositeSchema, tags);
   using c10::DispatchKey;
   definitions.impl("focal_loss_forward", torch::dispatch(DispatchKey::CPU, &unpacked<&forward<Cpu>>));
@@ -338,6 +373,10 @@ void register_focal_loss(torch::Library& definitions, pybind11::module_& module)
   definitions.impl("focal_loss_backward",
                    torch::dispatch(DispatchKey::Meta, &unpacked_backward<&with_placeholders<&backward_meta>>));
   definitions.impl("focal_loss_forward", torch::dispatch(DispatchKey::Autograd, &unpacked<&forward_autograd>));
+  definitions.impl("focal_loss_with_gradient", torch::dispatch(DispatchKey::CPU, &unpacked<&loss_with_gradient>));
+  definitions.impl("focal_loss_with_gradient", torch::dispatch(DispatchKey::Meta, &unpacked<&loss_with_gradient_meta>));
+  definitions.impl("focal_loss_with_gradient",
+                   torch::dispatch(DispatchKey::Autograd, &unpacked<&loss_with_gradient_autograd>));
 
   module.def("focal_loss", &focal_loss_entry);
   module.def("row_loss", &row_loss_entry);

@@ -7,6 +7,10 @@ inline constexpr const char* kFocalLossForwardSchema =
     "focal_loss_forward(Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, int "
     "reduction, int ignore_index, float label_smoothing, bool detach_modulation, bool float32_loss, int "
     "kind=0, float epsilon=0.0) -> (Tensor loss, Tensor saved)";
+inline constexpr const char* kFocalLossWithGradientSchema =
+    "focal_loss_with_gradient(Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, int "
+    "reduction, int ignore_index, float label_smoothing, bool detach_modulation, bool float32_loss, int "
+    "kind=0, float epsilon=0.0) -> (Tensor loss, Tensor grad_input)";
 inline constexpr const char* kFocalLossBackwardSchema =
     "focal_loss_backward(Tensor grad, Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? "
     "weight, Tensor saved, int reduction, int ignore_index, float label_smoothing, bool detach_modulation, "

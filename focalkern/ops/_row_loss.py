@@ -34,6 +34,9 @@ Modulation = Literal["confidence"]
 MOST_SMOOTHING = 0.5  # with more label smoothing, float32 logits are computed in float64
 
 _FOCAL = number_of("focal_loss")
+_MEAN = 1
+_MOST_IN_ONE_CALL = 1 << 16  # logits
+_HAS_BOTH = hasattr(torch.ops.focalkern, "focal_loss_with_gradient")
 
 
 def finite_number(op: str, name: str, value: object, low: float = -math.inf) -> float:
@@ -180,5 +183,29 @@ def call_operator(
     has_kernel = row_loss_of(kind).has_kernel(label_smoothing, device_type)
     if torch._C._are_functorch_transforms_active() or not has_kernel:
         return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
-    loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
+    computes_gradient = _computes_gradient(input, target, gamma, reduction)
+    operators = torch.ops.focalkern
+    forward = operators.focal_loss_with_gradient if computes_gradient else operators.focal_loss_forward
+    loss: Tensor = forward(input, target, gamma, edges, weight, *options)[0]
     return loss
+
+
+def _computes_gradient(input: Tensor, target: Tensor, gamma: Tensor, reduction: int) -> bool:
+    """Whether the forward pass of a compiled graph also computes the gradient, which the backward pass multiplies.
+
+    For small batches on the CPU the second call of an operator takes more time than the multiplication. In half
+    precision a gradient that is not yet scaled would lose digits."""
+    if not (_HAS_BOTH and torch.compiler.is_compiling()):
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # its import takes long
+
+    return (
+        not torch.compiler.is_exporting()
+        and torch.is_grad_enabled()
+        and input.is_cpu
+        and input.requires_grad
+        and input.dtype in (torch.float32, torch.float64)
+        and reduction >= _MEAN
+        and not (target.requires_grad or gamma.requires_grad)
+        and statically_known_true(input.numel() <= _MOST_IN_ONE_CALL)
+    )

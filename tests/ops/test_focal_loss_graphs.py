@@ -11,9 +11,12 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from conftest import assert_close
 from focal_cases import TABLE, leaf, torch_jit_warns
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import focalkern as fk
 from focalkern import reference
+from focalkern.ops import _row_loss
 
 dynamo = focal_cases.dynamo  # fixture
 
@@ -120,6 +123,80 @@ def test_autocast_takes_bfloat16_logits_as_they_are(device):
     # A loss computed in float64 stays there.
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert fk.focal_loss(z.double(), target).dtype == F.cross_entropy(z.double(), target).dtype
+
+
+def _operators_of(function, *arguments, dynamic=False):
+    """The results of the compiled function, and names of focalkern's operators in its graphs, forward and backward."""
+    names = []
+
+    def collect(graph, _inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes if "focalkern" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
+    loss = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)(*arguments)
+    return loss, names
+
+
+_TOGETHER = ["focalkern.focal_loss_with_gradient.default"]
+_APART = ["focalkern.focal_loss_forward.default", "focalkern.focal_loss_backward.default"]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_operator_for_loss_and_gradient_of_a_small_batch(dynamo, dtype):
+    z = torch.randn(6, 5, dtype=dtype, requires_grad=True)
+    target, weight = torch.randint(5, (6,)), torch.rand(5)
+    for t, gamma, options in (
+        (target, 2.0, {}),
+        (target, TABLE, {"weight": weight, "reduction": "sum"}),
+        (torch.rand(6, 5).softmax(1).to(dtype), torch.rand(6), {"label_smoothing": 0.1}),
+        (target, 1.0, {"modulation": "confidence", "ignore_index": 1}),
+    ):
+        function = functools.partial(fk.focal_loss, target=t, gamma=gamma, **options)
+        loss, names = _operators_of(lambda z, function=function: function(z), z)
+        assert names == _TOGETHER
+        expected = function(z)
+        assert torch.equal(loss, expected)
+        for upstream in (1.0, -3.0):
+            given = torch.tensor(upstream, dtype=dtype)
+            found, eager = (torch.autograd.grad(v, z, given, retain_graph=True)[0] for v in (loss, expected))
+            assert_close(found, eager)
+
+
+@pytest.mark.kernels
+def test_two_operators_where_one_would_not_pay(dynamo, monkeypatch):
+    z, target = torch.randn(6, 5, requires_grad=True), torch.randint(5, (6,))
+
+    def names_of(z, gamma=2.0, dynamic=False, **options):
+        dynamo.reset()
+        loss, names = _operators_of(lambda z: fk.focal_loss(z, target, gamma, **options), z, dynamic=dynamic)
+        loss.sum().backward()
+        return names
+
+    assert names_of(z) == _TOGETHER
+    assert names_of(leaf(z.bfloat16())) == _APART  # a gradient that is not yet scaled would lose digits
+    assert names_of(z, reduction="none") == _APART
+    assert names_of(z, gamma=torch.rand(6, requires_grad=True)) == _APART
+    assert names_of(z, dynamic=True) == _APART
+    assert _operators_of(lambda z: fk.focal_loss(z, target), z.detach())[1] == _APART[:1]  # no gradient is wanted
+    monkeypatch.setattr(_row_loss, "_MOST_IN_ONE_CALL", 29)
+    assert names_of(z) == _APART
+
+
+@pytest.mark.kernels
+def test_the_operator_of_loss_and_gradient_is_differentiable(device):
+    if device.type != "cpu":
+        pytest.skip("CPU only")
+    z = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    number = torch.tensor(2.0, dtype=torch.float64)
+    options = (torch.randint(5, (6,)), number, None, None, 1, -100, 0.0, False, False)
+    operator = torch.ops.focalkern.focal_loss_with_gradient
+    torch.library.opcheck(operator, (z, *options))
+    assert torch.autograd.gradcheck(lambda z: operator(z, *options)[0], z)
+    assert torch.autograd.gradgradcheck(lambda z: operator(z, *options)[0], z)
+    with pytest.raises(ValueError, match="only input may require grad"):
+        operator(z, options[0], leaf(number), *options[2:])
 
 
 def test_meta_tensors_give_shapes():
