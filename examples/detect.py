@@ -72,7 +72,7 @@ def main(arguments=None):
         with torch.no_grad():
             return network(batch).movedim(1, -1).flatten(0, -2), target.flatten()
 
-    # The focal loss makes scores too low; one temperature per class, fitted on validation cells, corrects them.
+    # The focal loss makes scores too low; one calibrator per class, fitted on validation cells, corrects them.
     val_logits, val_labels = cells(val)
     is_class = nn.functional.one_hot(val_labels, CLASSES + 1)[:, :CLASSES]
     calibrator = fk.MultiLabelScaling().fit(val_logits, is_class)

@@ -109,7 +109,7 @@ class HistogramBinning(FusedCalibrator):
         name = type(self).__name__
         self._check_option("binning", _BINNINGS)
         integer(name, "n_bins", self.n_bins, 1, MOST_BINS)
-        self._check_scaling()
+        self._check_scaling(("temperature", "focal-temperature"), "a TemperatureScaling, a FocalTemperatureScaling")
 
     def _fit(self, rows: FitData) -> dict[str, Any]:
         input, target = rows.input, rows.target

@@ -20,6 +20,7 @@ __all__ = [
     "ExactBuffers",
     "FlooredInput",
     "MultiLabelLogits",
+    "PerLabelLogits",
     "RowMap",
     "exports_to_onnx",
 ]
@@ -241,3 +242,19 @@ class MultiLabelLogits(ExactBuffers):
         if plain:
             return plain_binary_map(input, *parameters)
         return binary_focal_calibration_map(input, *parameters, log_odds=True)
+
+
+class PerLabelLogits(torch.nn.Module):
+    """Logits of L labels to calibrated logits, by a module per label.
+
+    Args:
+        labels: [L] modules, each from one logit (or probability) per sample to the calibrated logit.
+    """
+
+    def __init__(self, labels: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self.labels = torch.nn.ModuleList(labels)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., L], floating point -> calibrated logits [..., L], whose sigmoids are the probabilities."""
+        return torch.stack([module(input[..., label]) for label, module in enumerate(self.labels)], dim=-1)

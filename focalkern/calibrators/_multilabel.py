@@ -15,15 +15,18 @@ from focalkern.calibrators._document import as_count, calibrator_from_json, nest
 from focalkern.calibrators._fit_data import as_binary, as_weight, weighted_mean
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._inputs import as_pairs, floored_input
-from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits
+from focalkern.calibrators._label_scalings import fit_labels, map_of_label, module_of_label
+from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits, PerLabelLogits
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
-from focalkern.calibrators._temperature import TemperatureScaling
+from focalkern.calibrators._structured import StructuredScaling
 from focalkern.calibrators._warnings import warn
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["MultiLabelScaling"]
 
+_SCALINGS = ("temperature", "focal-temperature", "robust-temperature", "spline", "structured")
+_EXPECTED = "a TemperatureScaling, FocalTemperatureScaling, RobustTemperatureScaling, SplineScaling, StructuredScaling"
 _MOST_NAMED = 3  # largest number of sentences in the warning, because each label may have one
 
 
@@ -32,27 +35,30 @@ class MultiLabelScaling(Calibrator):
 
     .. math:: \hat p_l = \sigma(g_l(z_l))
 
-    with g of :func:`focalkern.binary_focal_calibration_map` at the gamma and temperature of label l. A label without
-    positives or without negatives in the rows of ``fit`` stays uncalibrated (gamma = 0, T = 1), and ``remarks_`` names
-    it. The ``floor`` of the scaling applies to all labels.
+    with g the map of one logit of the scaling of label l. The default has an intercept, because scores of rare labels
+    are often too high or too low on average, which no temperature corrects. It can change predictions;
+    temperature scaling cannot. A label without positives or without negatives in the rows of ``fit`` stays
+    uncalibrated, and ``remarks_`` names it. The ``floor`` of the scaling applies to all labels.
 
     Args:
-        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`; each label gets a copy. None is
-            ``TemperatureScaling()``.
+        scaling: a :class:`TemperatureScaling`, :class:`FocalTemperatureScaling`, :class:`RobustTemperatureScaling`,
+            :class:`SplineScaling` or :class:`StructuredScaling`; each label gets a copy. None is
+            ``StructuredScaling(kind="vector", solver="lbfgs")``.
         input_kind: ``"logits"`` or ``"probs"``; focalkern does not infer it. Without it ``fit`` rejects logits that
             look like probabilities. ``scaling`` must have the same value.
 
-    ``fit`` sets ``gammas_`` [L], ``temperatures_`` [L], ``n_positive_`` [L], ``remarks_`` (sentences: labels without
-    positives or negatives, optima at a bound of the search) and ``scalings_``, the fitted copies (None for an
-    uncalibrated label).
+    ``fit`` sets ``n_positive_`` [L], ``remarks_`` (sentences: labels without positives or negatives, optima at a bound
+    of the search) and ``scalings_``, the fitted copies (None for an uncalibrated label). It also sets ``gammas_`` [L]
+    and ``temperatures_`` [L] (0 and 1 for an uncalibrated label) if the scaling is a :class:`TemperatureScaling` or
+    :class:`FocalTemperatureScaling`.
 
-    Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2, and Komisarenko & Kull 2024 (arXiv 2408.11598), section 5,
-    for each label as a problem of two classes.
+    Source: the source of the scaling, for each label as a problem of two classes. For one logit, structured scaling is
+    a regularised beta calibration (Kull, Silva Filho & Flach, AISTATS 2017).
 
     Example:
         >>> logits = torch.tensor([[4.0, -1.0]]).repeat(10, 1)  # two labels per row
         >>> labels = torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
-        >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
+        >>> calibrator = fk.MultiLabelScaling(scaling=fk.TemperatureScaling()).fit(logits, labels)
         >>> calibrator.predict_proba(logits[:1]).round(decimals=3)
         tensor([[0.8000, 0.2000]])
         >>> calibrator.as_module()(logits[:1]).sigmoid().round(decimals=3)
@@ -66,10 +72,10 @@ class MultiLabelScaling(Calibrator):
     gammas_: np.ndarray[Any, np.dtype[np.float64]]
     temperatures_: np.ndarray[Any, np.dtype[np.float64]]
     n_positive_: np.ndarray[Any, np.dtype[np.int64]]
-    scalings_: tuple[Scaling | None, ...]
+    scalings_: tuple[Calibrator | None, ...]
     remarks_: tuple[str, ...]
 
-    def __init__(self, *, scaling: Scaling | None = None, input_kind: InputKind = LOGITS) -> None:
+    def __init__(self, *, scaling: Calibrator | None = None, input_kind: InputKind = LOGITS) -> None:
         self.scaling = scaling
         self.input_kind = input_kind
 
@@ -92,7 +98,7 @@ class MultiLabelScaling(Calibrator):
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
-            >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
+            >>> calibrator = fk.MultiLabelScaling(scaling=fk.TemperatureScaling()).fit(logits, labels)
             >>> print(calibrator.temperatures_.round(3))
             [2.885 0.721]
         """
@@ -142,32 +148,14 @@ class MultiLabelScaling(Calibrator):
         self._check_values(input, known)
         if weight is not None and not bool(weight.any()):
             raise ValueError(f"{name}: fit needs at least one row, got none")
-        positive = (labels * known).sum(0).tolist()
-        scalings: list[Scaling | None] = []
-        remarks = []
-        warnings: list[str] = []
-        for label, count in enumerate(positive):
-            rows = known[:, label]
-            n_rows = int(rows.sum())
-            if count in (0, n_rows):
-                what = "positive" if count == 0 else "negative"
-                remarks.append(f"label {label}: not calibrated, because its {n_rows} rows have no {what}")
-                scalings.append(None)
-                continue
-            template = TemperatureScaling(input_kind=self.input_kind) if self.scaling is None else self.scaling
-            scaling = type(template)(**template.get_params(deep=False))
-            try:
-                scaling.fit_quietly(input[rows, label], labels[rows, label], None if weight is None else weight[rows])
-            except ValueError as error:
-                raise ValueError(f"{name}: label {label}: {error}") from error
-            remarks.extend(f"label {label}: {words}" for words in scaling.at_border_)
-            warnings.extend(f"label {label}: {words}" for words in scaling.warnings_)
-            scalings.append(scaling)
-        fitted = self._of(scalings, positive, remarks)
-        floor = 0.0 if self.scaling is None else float(self.scaling.floor)
+        template: Calibrator = StructuredScaling(kind="vector", solver="lbfgs", input_kind=self.input_kind)
+        template = template if self.scaling is None else self.scaling
+        found = fit_labels(name, template, input, labels, known, weight)
+        fitted = self._of(found.scalings, found.positive, found.remarks)
+        floor = float(getattr(template, "floor", 0.0))
         counted = input if weight is None else input[weight > 0]
         self._become(fitted, Layout(input.shape[1]), n_samples=len(counted), floor=floor)
-        self.warnings_ = tuple(warnings)
+        self.warnings_ = tuple(found.warnings)
         return counted
 
     @overload
@@ -192,7 +180,7 @@ class MultiLabelScaling(Calibrator):
             >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
             >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
             >>> calibrator.predict_proba(logits[:1]).round(decimals=3)
-            tensor([[0.8000, 0.2000]])
+            tensor([[0.7900, 0.2100]])
         """
         return super().predict_proba(logits)
 
@@ -216,7 +204,7 @@ class MultiLabelScaling(Calibrator):
             >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
             >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
             >>> calibrator.predict_log_proba(logits[:1]).exp().round(decimals=3)
-            tensor([[0.8000, 0.2000]])
+            tensor([[0.7900, 0.2100]])
         """
         return super().predict_log_proba(logits)
 
@@ -225,13 +213,13 @@ class MultiLabelScaling(Calibrator):
     @overload
     def changed(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def changed(self, logits: Any) -> Any:
-        """Marks labels whose prediction calibration changes: none, because the maps keep the side of 1/2.
+        """Marks labels whose prediction calibration changes: none if every scaling keeps the side of 1/2.
 
         Args:
             logits: [..., L], as :meth:`predict_proba`.
 
         Returns:
-            [..., L] bool, False: a tensor for a tensor, a NumPy array for anything else.
+            [..., L] bool: a tensor for a tensor, a NumPy array for anything else.
 
         Raises:
             NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
@@ -242,7 +230,7 @@ class MultiLabelScaling(Calibrator):
             tensor([[False, False]])
         """
         input = self._input(logits)
-        result = torch.zeros(input.shape, dtype=torch.bool, device=input.device)
+        result = self._predicted(input) != self._before(input)
         return result if isinstance(logits, Tensor) else result.numpy()
 
     @overload
@@ -250,7 +238,7 @@ class MultiLabelScaling(Calibrator):
     @overload
     def predict(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict(self, logits: Any) -> Any:
-        """The predicted labels: those with a probability above 1/2, which are the same before and after calibration.
+        """The predicted labels: those with a calibrated probability above 1/2.
 
         Args:
             logits: [..., L], as :meth:`predict_proba`.
@@ -294,7 +282,7 @@ class MultiLabelScaling(Calibrator):
             raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
         return weighted_mean(name, (found.cpu() == wanted).all(-1).numpy(), sample_weight)
 
-    def as_module(self, *, fused: bool = True) -> MultiLabelLogits | FlooredInput:
+    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """The fitted maps as a module. It maps logits [..., L] to calibrated logits, for a sigmoid or a loss of logits.
 
         Args:
@@ -308,14 +296,19 @@ class MultiLabelScaling(Calibrator):
             NotFittedError: call ``fit`` or ``load`` first.
         """
         self._check_fitted()
-        module = MultiLabelLogits(self.gammas_.tolist(), self.temperatures_.tolist(), self.input_kind, fused=fused)
+        kind = self.input_kind
+        module: torch.nn.Module
+        if hasattr(self, "gammas_"):
+            module = MultiLabelLogits(self.gammas_.tolist(), self.temperatures_.tolist(), kind, fused=fused)
+        else:
+            module = PerLabelLogits([module_of_label(scaling, kind, fused=fused) for scaling in self.scalings_])
         return FlooredInput(module, self.input_floor_, self.input_kind, one_logit=True) if self.input_floor_ else module
 
     # -- private ------------------------------------------------------------------------------------------------
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
-        self._check_scaling()
+        self._check_scaling(_SCALINGS, _EXPECTED)
 
     def _check_labels(self, input: Tensor) -> None:
         if not input.is_floating_point():
@@ -336,12 +329,16 @@ class MultiLabelScaling(Calibrator):
             )
 
     def _keeps_predictions(self) -> bool:
-        return True  # every map keeps the side of 1/2
+        return all(scaling is None or scaling._keeps_predictions() for scaling in vars(self).get("scalings_", ()))
 
-    def _of(self, scalings: list[Scaling | None], positive: list[int], remarks: list[str]) -> dict[str, Any]:
+    def _of(self, scalings: list[Calibrator | None], positive: list[int], remarks: list[str]) -> dict[str, Any]:
+        numbers = {}
+        if all(scaling is None or isinstance(scaling, Scaling) for scaling in scalings):
+            maps = [(s.gamma_, s.temperature_) if isinstance(s, Scaling) else (0.0, 1.0) for s in scalings]
+            gammas, temperatures = np.array(maps).T
+            numbers = {"gammas_": gammas.copy(), "temperatures_": temperatures.copy()}
         return {
-            "gammas_": np.array([0.0 if scaling is None else scaling.gamma_ for scaling in scalings]),
-            "temperatures_": np.array([1.0 if scaling is None else scaling.temperature_ for scaling in scalings]),
+            **numbers,
             "n_positive_": np.array(positive, dtype=np.int64),
             "scalings_": tuple(scalings),
             "remarks_": tuple(remarks),
@@ -368,11 +365,20 @@ class MultiLabelScaling(Calibrator):
         return self._of_pairs(as_pairs(input, self.input_kind), log=log)
 
     def _of_pairs(self, pairs: Tensor, *, log: bool) -> Tensor:
+        if not hasattr(self, "gammas_"):
+            columns = zip(self.scalings_, pairs.unbind(-2), strict=True)
+            mapped = [map_of_label(scaling, rows, self.input_kind, log=log) for scaling, rows in columns]
+            return torch.stack(mapped, -1)
         gammas, temperatures = (torch.from_numpy(axis).to(pairs.device) for axis in (self.gammas_, self.temperatures_))
         return focal_calibration_map(pairs, gammas, temperatures, input_kind=self.input_kind, log=log)[..., 1]
 
-    def _predicted(self, input: Tensor) -> Tensor:
+    def _before(self, input: Tensor) -> Tensor:
         return (input > (0.5 if self.input_kind == "probs" else 0)).to(torch.int64)
+
+    def _predicted(self, input: Tensor) -> Tensor:
+        if self._keeps_predictions():
+            return self._before(input)
+        return (self._after_floor(input, log=False) > 0.5).to(torch.int64)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         nested = [None if scaling is None else nested_document(scaling) for scaling in self.scalings_]
@@ -380,11 +386,12 @@ class MultiLabelScaling(Calibrator):
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
         scalings = [None if nested is None else calibrator_from_json(nested) for nested in document["labels"]]
-        for scaling in scalings:
-            if scaling is not None and not isinstance(scaling, Scaling):
-                raise ValueError(f"expected a scaling for every label, found {scaling.method!r}")
-            if scaling is not None and not hasattr(scaling, "gamma_"):
-                raise ValueError("expected a fitted scaling for every label, found one without its fit")
+        fitted = [scaling for scaling in scalings if scaling is not None]
+        methods = sorted({scaling.method for scaling in fitted})
+        if len(methods) > 1 or not set(methods) <= set(_SCALINGS):
+            raise ValueError(f"expected one kind of scaling for all labels, found {', '.join(methods)}")
+        if not all(hasattr(scaling, "n_classes_") for scaling in fitted):
+            raise ValueError("expected a fitted scaling for every label, found one without its fit")
         positive = [as_count(count, least=0) for count in fit["n_positive"]]
         if not len(scalings) == len(positive) == as_count(fit["n_classes"]):
             raise ValueError(f"expected {fit['n_classes']} labels, found {len(scalings)} and {len(positive)} counts")

@@ -111,16 +111,13 @@ class Parameters:
     def _check_estimator(self) -> None:
         self._check_option("estimator", ESTIMATORS)
 
-    def _check_scaling(self) -> None:
-        """A parameter ``scaling``, which may be None."""
+    def _check_scaling(self, methods: tuple[str, ...], expected: str) -> None:
+        """A parameter ``scaling``, a calibrator of one of these methods or None."""
         name, scaling = type(self).__name__, self.get_params(deep=False)["scaling"]
         if scaling is None:
             return
-        if not isinstance(scaling, Parameters) or scaling.method not in ("temperature", "focal-temperature"):
-            raise TypeError(
-                f"{name}: scaling must be a TemperatureScaling, a FocalTemperatureScaling or None, got "
-                f"{type(scaling).__name__}"
-            )
+        if not isinstance(scaling, Parameters) or scaling.method not in methods:
+            raise TypeError(f"{name}: scaling must be {expected} or None, got {type(scaling).__name__}")
         scaling._check_parameters()
         if scaling.input_kind != self.input_kind:
             raise ValueError(f"{name}: input_kind of scaling must be {self.input_kind!r}, got {scaling.input_kind!r}")

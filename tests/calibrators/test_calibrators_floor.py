@@ -110,12 +110,15 @@ def test_one_logit_and_labels(kind):
     probs = one.predict_proba(input[:, 0])
     assert_close(probs[:, 1], plain.predict_proba(floored.logit())[:, 1])
     assert_close(one.as_module()(input[:, 0]).sigmoid(), probs[:, 1])
-    heads = fk.MultiLabelScaling(scaling=scaling, input_kind=kind).fit(input, target)
-    assert heads.input_floor_ == FLOOR
-    assert_close(heads.predict_proba(input)[:, 0], probs[:, 1])
-    assert_close(heads.as_module()(input).sigmoid(), heads.predict_proba(input))
-    assert_close(heads.predict_log_proba(input).exp(), heads.predict_proba(input))
-    with pytest.raises(ValueError, match=r"MultiLabelScaling: label 0: TemperatureScaling: the NLL .* floor="):
+    structured = fk.StructuredScaling(kind="vector", solver="lbfgs", input_kind=kind, floor=FLOOR)
+    for each in (scaling, structured):
+        alone = copy.deepcopy(each).fit(input[:, 0], target[:, 0]).predict_proba(input[:, 0])
+        heads = fk.MultiLabelScaling(scaling=each, input_kind=kind).fit(input, target)
+        assert heads.input_floor_ == FLOOR
+        assert_close(heads.predict_proba(input)[:, 0], alone[:, 1])
+        assert_close(heads.as_module()(input).sigmoid(), heads.predict_proba(input))
+        assert_close(heads.predict_log_proba(input).exp(), heads.predict_proba(input))
+    with pytest.raises(ValueError, match=r"MultiLabelScaling: label 0: StructuredScaling: the NLL .* floor="):
         fk.MultiLabelScaling(input_kind=kind).fit(input, target)
 
 

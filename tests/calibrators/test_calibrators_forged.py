@@ -26,6 +26,7 @@ CALIBRATORS = [
     fk.HistogramBinning(n_bins=3, scaling=fk.FocalTemperatureScaling(floor=1e-3)),
     fk.HistogramBinning(n_bins=3, binning="equal_width", input_kind="probs"),
     fk.MultiLabelScaling(scaling=fk.TemperatureScaling(criterion="brier")),
+    fk.MultiLabelScaling(),
     fk.AutoCalibrator(("temperature",), folds=2),
 ]
 MOST_MEMORY = 16 << 20

@@ -15,6 +15,9 @@ from focalkern.calibrators import (
     HistogramBinning,
     MultiLabelScaling,
     NotFittedError,
+    RobustTemperatureScaling,
+    SplineScaling,
+    StructuredScaling,
     TemperatureScaling,
     load_calibrator,
     per_class_report,
@@ -110,46 +113,82 @@ def heads(n=300, scales=(0.5, 1.0, 3.0, 6.0), dtype=torch.float64):
     return torch.stack([z for z, _ in columns], 1).to(dtype), torch.stack([y for _, y in columns], 1)
 
 
-@pytest.mark.parametrize("scaling", [None, TemperatureScaling(), FocalTemperatureScaling(search="nll")])
+SCALINGS = [
+    None,
+    TemperatureScaling(),
+    FocalTemperatureScaling(search="nll"),
+    RobustTemperatureScaling(),
+    SplineScaling(kind="vector"),
+    StructuredScaling(focal=True, solver="lbfgs"),
+]
+scalings = pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: type(scaling).__name__)
+
+
+@scalings
 def test_every_label_is_calibrated_on_its_own(scaling):
     logits, target = heads()
     calibrator = MultiLabelScaling(scaling=scaling).fit(logits, target)
+    template = StructuredScaling(kind="vector", solver="lbfgs") if scaling is None else scaling
     for label in range(4):
-        alone = type(scaling or TemperatureScaling())().set_params(**(scaling or TemperatureScaling()).get_params())
+        alone = type(template)(**template.get_params(deep=False))
         alone.fit(logits[:, label], target[:, label])
-        assert (calibrator.gammas_[label], calibrator.temperatures_[label]) == (alone.gamma_, alone.temperature_)
         assert_close(calibrator.predict_proba(logits)[:, label], alone.predict_proba(logits[:, label])[:, 1])
+        if hasattr(calibrator, "gammas_"):
+            assert (calibrator.gammas_[label], calibrator.temperatures_[label]) == (alone.gamma_, alone.temperature_)
+    assert hasattr(calibrator, "gammas_") == isinstance(scaling, TemperatureScaling | FocalTemperatureScaling)
     assert calibrator.n_positive_.tolist() == target.sum(0).tolist()
     assert calibrator.remarks_ == ()
-    assert torch.equal(calibrator.predict(logits), (logits > 0).long())
-    assert calibrator.score(logits, target) == pytest.approx(float(((logits > 0) == target).all(1).double().mean()))
-    assert_close(calibrator.predict_log_proba(logits).exp(), calibrator.predict_proba(logits))
+    probs = calibrator.predict_proba(logits)
+    assert torch.equal(calibrator.predict(logits), (probs > 0.5).long())
+    assert torch.equal(calibrator.changed(logits), (probs > 0.5) != (logits > 0))
+    assert calibrator.score(logits, target) == pytest.approx(float(((probs > 0.5) == target).all(1).double().mean()))
+    assert_close(calibrator.predict_log_proba(logits).exp(), probs)
     assert calibrator.predict_proba(logits.numpy()).shape == (300, 4)
+
+
+def test_the_default_corrects_scores_that_are_too_low_on_average():
+    generator = torch.Generator().manual_seed(0)
+    margin = torch.randn(20_000, 2, generator=generator, dtype=torch.float64) * 2 - 4
+    target = torch.bernoulli(margin.sigmoid(), generator=generator)
+    shifted = margin - torch.tensor([2.0, -1.0])
+    probs = MultiLabelScaling().fit(shifted, target).predict_proba(shifted)
+    assert probs.mean(0) == pytest.approx(target.mean(0).numpy(), rel=0.01)
+    assert float((probs.logit() - margin).abs().mean()) < 0.1
+    without = MultiLabelScaling(scaling=TemperatureScaling()).fit(shifted, target).predict_proba(shifted)
+    assert float(without.mean(0)[0] / target.mean(0)[0]) < 0.9
 
 
 @pytest.mark.parametrize("convert", [torch.Tensor.bool, torch.Tensor.float, torch.Tensor.numpy])
 def test_targets_of_other_types(convert):
     logits, target = heads()
-    found = MultiLabelScaling().fit(logits, convert(target))
-    assert found.temperatures_.tolist() == MultiLabelScaling().fit(logits, target).temperatures_.tolist()
+    found, expected = MultiLabelScaling().fit(logits, convert(target)), MultiLabelScaling().fit(logits, target)
+    assert torch.equal(found.predict_proba(logits), expected.predict_proba(logits))
 
 
-def test_labels_without_positives_or_negatives_stay_and_are_named():
+@scalings
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_labels_without_positives_or_negatives_stay_and_are_named(scaling, kind):
     logits, target = heads()
     target[:, 1], target[:, 3] = 0, 1
-    calibrator = MultiLabelScaling().fit(logits, target)
+    input = logits if kind == "logits" else logits.sigmoid()
+    if scaling is not None:
+        scaling = type(scaling)(**{**scaling.get_params(deep=False), "input_kind": kind})
+    calibrator = MultiLabelScaling(scaling=scaling, input_kind=kind).fit(input, target)
     assert calibrator.remarks_ == (
         "label 1: not calibrated, because its 300 rows have no positive",
         "label 3: not calibrated, because its 300 rows have no negative",
     )
-    assert (calibrator.scalings_[1], calibrator.temperatures_[[1, 3]].tolist()) == (None, [1.0, 1.0])
-    assert_close(calibrator.predict_proba(logits)[:, 1], logits[:, 1].sigmoid())
+    assert calibrator.scalings_[1] is None
+    if hasattr(calibrator, "gammas_"):
+        assert calibrator.temperatures_[[1, 3]].tolist() == [1.0, 1.0]
+    assert_close(calibrator.predict_proba(input)[:, 1], logits[:, 1].sigmoid())
+    assert_close(calibrator.as_module()(input).sigmoid(), calibrator.predict_proba(input))
 
 
 def test_a_label_at_a_border_is_named():
     logits, target = heads()
     target[:, 2] = (logits[:, 2] > 0).long()
-    (words,) = MultiLabelScaling().fit(logits, target).remarks_
+    (words,) = MultiLabelScaling(scaling=TemperatureScaling()).fit(logits, target).remarks_
     assert words.startswith("label 2: temperature = ")
     assert "is the lower bound of the search on 300 rows" in words
 
@@ -160,24 +199,28 @@ def test_one_label_is_a_head_too():
     assert calibrator.predict_proba(logits).shape == (300, 1)
 
 
+@scalings
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_module_of_independent_labels(kind, fused, device):
+def test_the_module_of_independent_labels(scaling, kind, fused, device):
     logits, target = heads()
     input = logits if kind == "logits" else logits.sigmoid()
-    scaling = FocalTemperatureScaling(search="nll", input_kind=kind)
+    if scaling is not None:
+        scaling = type(scaling)(**{**scaling.get_params(deep=False), "input_kind": kind})
     calibrator = MultiLabelScaling(scaling=scaling, input_kind=kind).fit(input, target)
     module = calibrator.as_module(fused=fused).to(device)
     assert_close(module(input.to(device)).sigmoid(), calibrator.predict_proba(input))
-    assert module.half().temperatures.tolist() == calibrator.temperatures_.tolist()
+    if hasattr(calibrator, "gammas_"):
+        assert module.half().temperatures.tolist() == calibrator.temperatures_.tolist()
     program = torch.export.export(module.eval(), (input.to(device),))
     assert_close(program.module()(input.to(device)), module(input.to(device)))
 
 
-def test_independent_labels_are_saved(tmp_path):
+@scalings
+def test_independent_labels_are_saved(tmp_path, scaling):
     logits, target = heads()
     target[:, 1] = 0
-    calibrator = MultiLabelScaling(scaling=FocalTemperatureScaling(search="nll")).fit(logits, target)
+    calibrator = MultiLabelScaling(scaling=scaling).fit(logits, target)
     path = tmp_path / "calibrator.json"
     calibrator.save(path)
     loaded = load_calibrator(path)
@@ -187,6 +230,11 @@ def test_independent_labels_are_saved(tmp_path):
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
     document = json.loads(path.read_text())
+    document["labels"][0] = {**document["labels"][2], "method": "isotonic"}
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"calibrator\.json: not a"):
+        load_calibrator(path)
+    document = json.loads((tmp_path / "again.json").read_text())
     document["labels"].pop()
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"calibrator\.json: not a valid calibrator: expected 4 labels, found 3"):

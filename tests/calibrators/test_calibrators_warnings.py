@@ -181,7 +181,7 @@ def test_bins_after_a_scaling_at_its_bound_cause_one_warning():
 
 def test_many_labels_are_one_warning():
     logits, _ = sample(50, n_classes=7)
-    calibrator = fk.MultiLabelScaling()
+    calibrator = fk.MultiLabelScaling(scaling=TemperatureScaling())
     with pytest.warns(fk.CalibrationWarning) as caught:
         calibrator.fit(logits, logits > 0)
     assert len(caught) == 1
