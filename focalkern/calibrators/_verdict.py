@@ -35,7 +35,7 @@ _FEW_ROWS = 300
 class Verdict:
     """The recommended calibrator, the reason, and its cost. ``str()`` has at most three lines of at most 100 columns.
 
-    With ``accept_risk`` it has one more line.
+    With ``accept_risk`` it has one more line, and a problem of the data comes first, in lines of its own.
 
     Attributes:
         use: the recommended calibrator with its parameters and its effect on the metrics.
@@ -44,6 +44,8 @@ class Verdict:
         costs: the cost of the choice, or gain and cost of another choice; empty if neither applies.
         warnings: reasons to check the choice before it is used, a sentence each.
         optimistic: whether the test set is the validation set; ``str()`` then begins with "Optimistic".
+        check_data: whether the first warning is about labels or columns that cannot be right; ``str()`` then begins
+            with it.
         accepts: with ``accept_risk``, the confidence threshold of accepted predictions, its coverage and its risk.
 
     Example:
@@ -60,10 +62,11 @@ class Verdict:
     costs: str
     warnings: tuple[str, ...] = ()
     optimistic: bool = False
+    check_data: bool = False
     accepts: str = ""
 
     def __str__(self) -> str:
-        return "\n".join([*self._lines()[0], *_wrapped(self.accepts)])
+        return "\n".join([*_wrapped(self._problem()), *self._lines()[0], *_wrapped(self.accepts)])
 
     def notes(self) -> tuple[str, ...]:
         """The sentences that do not fit into ``str()``, and the warnings.
@@ -73,19 +76,27 @@ class Verdict:
         """
         said = self._lines()[1]
         return tuple(
-            text for text in (self.because, self.costs, *map(sentence, self.warnings)) if text and text not in said
+            text for text in (self.because, self.costs, *map(sentence, self._others())) if text and text not in said
         )
 
     def sentences(self) -> tuple[str, ...]:
-        """Recommendation, reason, then cost or first warning; with ``accept_risk`` also the threshold.
+        """A problem of the data, recommendation, reason, then cost or first warning; with ``accept_risk`` also the
+        threshold.
 
         Returns:
-            One to four sentences.
+            One to five sentences.
         """
-        return tuple(text for text in (*self._sentences(), self.accepts) if text)
+        return tuple(text for text in (self._problem(), *self._sentences(), self.accepts) if text)
+
+    def _problem(self) -> str:
+        return f"Check the data first: {self.warnings[0]}" if self.check_data else ""
+
+    def _others(self) -> tuple[str, ...]:
+        """The warnings that ``_problem`` does not say."""
+        return self.warnings[1:] if self.check_data else self.warnings
 
     def _sentences(self) -> tuple[str, ...]:
-        third = self.costs or (sentence(self.warnings[0]) if self.warnings else "")
+        third = self.costs or next(map(sentence, self._others()), "")
         start = "Optimistic, because the validation rows are the test rows: use" if self.optimistic else "Use"
         return tuple(text for text in (f"{start} {self.use}.", self.because, third) if text)
 
@@ -182,7 +193,10 @@ def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
 
 
 def sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+    """The text with a capital and a full stop; the name of a file at its beginning stays as it is."""
+    is_file = any(mark in text.split(" ")[0].rstrip(".,:") for mark in "./\\")
+    start = text[:1] if is_file else text[:1].upper()
+    return f"{start}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
 def _with_error(value: float, error: float) -> str:

@@ -256,9 +256,11 @@ def run_study(
         criterion=criterion,
     )
     accept = None if accept_risk is None else accept_rows(comparison, accept_risk)
+    verdict = judge(comparison, accept)
+    found = () if brief else remarks(comparison, intervals_expected=resamples is None)
     return Study(
         **vars(comparison),
-        verdict=judge(comparison, accept),
-        remarks=() if brief else remarks(comparison, intervals_expected=resamples is None),
+        verdict=verdict,
+        remarks=tuple(words for words in found if words not in verdict.warnings),
         accept=accept,
     )

@@ -11,7 +11,7 @@ from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Inte
 from focalkern.study.samples import Samples, describe_samples
 from focalkern.study.scores import facts
 
-__all__ = ["remarks", "remarks_on_bins", "remarks_on_samples"]
+__all__ = ["data_problem", "remarks", "remarks_on_bins", "remarks_on_samples"]
 
 
 def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tuple[str, ...]:
@@ -60,14 +60,25 @@ def remarks_on_samples(samples: Samples) -> list[str]:
             f"the rows of {samples.source} were read as logits, but they are all positive and sum to 1. For "
             "probabilities, pass input_kind=probs."
         )
-    of_rows = f"{samples.source}{f' ({samples.part})' if samples.part else f', {samples.name}' if samples.name else ''}"
-    input, labels = samples.sample()
-    if len(labels) < len(samples):
-        of_rows += f" ({len(labels):,} of its rows)"
+    input, _ = samples.sample()
     notes = input_notes(input) if samples.kind == "logits" else []
-    warnings = (*input_problems(input, samples.kind), *label_problems(input, labels))
-    found.extend(f"{of_rows}: {words}." for words in (*warnings, *notes))
+    problem = data_problem(samples)
+    found.extend(f"{_about(samples)}: {words}." for words in input_problems(input, samples.kind))
+    found.extend([problem] if problem else [])
+    found.extend(f"{_about(samples)}: {words}." for words in notes)
     return found
+
+
+def data_problem(samples: Samples) -> str:
+    """A sentence on labels or columns that cannot be right; empty if there is none."""
+    return "".join(f"{_about(samples)}: {words}." for words in label_problems(*samples.sample()))
+
+
+def _about(samples: Samples) -> str:
+    """The rows that a remark is about."""
+    of_rows = f"{samples.source}{f' ({samples.part})' if samples.part else f', {samples.name}' if samples.name else ''}"
+    n_rows = len(samples.sample()[1])
+    return f"{of_rows} ({n_rows:,} of its rows)" if n_rows < len(samples) else of_rows
 
 
 def _on_both_samples(validation: Samples, test: Samples) -> list[str]:

@@ -327,7 +327,7 @@ def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception],
         "n_test": len(test),
         "split": split,
         "chosen": None if study.chosen is None else study.chosen.method,
-        "use": study.verdict.use,
+        "use": f"check the data first; {study.verdict.use}" if study.verdict.check_data else study.verdict.use,
         "figures": {method: finite_or_none(value) for method, value in _figures(study, settings["all"]).items()},
     }
 

@@ -16,6 +16,7 @@ from focalkern.calibrators._verdict import (
     sentence,
 )
 from focalkern.metrics import AcceptThreshold, accept_threshold
+from focalkern.study.remarks import data_problem
 from focalkern.study.results import CalibratorResult, Comparison, at_bound, print_score
 from focalkern.study.samples import SCORES, describe_test
 
@@ -42,7 +43,10 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
             for words, name in _first_scores(criterion, ece)
         ]
         use += f": {', '.join(changed)} {where}"
-    warnings = []
+    problem = data_problem(comparison.validation)
+    if not (problem or comparison.same_samples):
+        problem = data_problem(comparison.test)
+    warnings = [problem] if problem else []
     if comparison.same_samples:
         warnings.append(
             "the test set is the validation set, so the metrics after calibration are optimistic: pass a separate "
@@ -76,7 +80,7 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
                 f"its NLL, {print_score(now['nll'])}, is higher than without calibration, {print_score(before['nll'])}"
             )
     accepts = "" if accept is None else str(accept)
-    return Verdict(use, because, costs, tuple(warnings), optimistic=optimistic, accepts=accepts)
+    return Verdict(use, because, costs, tuple(warnings), optimistic, check_data=bool(problem), accepts=accepts)
 
 
 def accept_rows(comparison: Comparison, max_risk: float) -> AcceptThreshold | None:

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+import focalkern as fk
 from focalkern._diagnostics import input_notes, label_problems, pair_problems
+from focalkern.calibrators._verdict import sentence
+from focalkern.study.sweep import sweep
 
 
 def model(n_rows, n_classes, signal, prior=None, bias=0.0, seed=0):
@@ -100,5 +103,32 @@ def test_the_command_prints_them(tmp_path, capsys):
     options = ["--method", "temperature", "--temperatures", "0.5:2:0.5", "--bootstrap", "0"]
     assert main(["calibrate", str(tmp_path / "a.npz"), *options]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "a.npz, val: the label has the largest logit in" in said and "one too high (the first class is 0)." in said
+    assert said.startswith("Check the data first: ")
+    assert said.index("a.npz, val: the label has the largest logit in") < said.index("use temperature scaling")
+    assert said.count("one too high (the first class is 0).") == 2  # the test rows are a note
     assert "the same 1,000 rows are validation and test rows" in said
+
+
+def test_a_problem_of_the_labels_comes_first(tmp_path):
+    wrong = (Y + 1) % 6
+    study = fk.compare_calibrators((Z, wrong), (Z, Y), candidates=["temperature"], resamples=0)
+    verdict = study.verdict
+    assert verdict.check_data
+    first, *others = verdict.sentences()
+    assert first == f"Check the data first: {verdict.warnings[0]}"
+    assert str(verdict).startswith("Check the data first: ")
+    assert str(study).startswith("Check the data first: ")
+    assert others[0].startswith("Use ")
+    assert not [words for words in (*verdict.notes(), *study.remarks) if verdict.warnings[0] in words]
+    of_test = fk.compare_calibrators((Z, Y), (Z, wrong), candidates=["temperature"], resamples=0).verdict
+    assert of_test.check_data
+    assert not fk.compare_calibrators((Z, Y), (Z, Y), candidates=["temperature"], resamples=0).verdict.check_data
+    assert sentence("a.npz (val): the label") == "a.npz (val): the label."
+    assert sentence("the label") == "The label."
+    names = []
+    for name, labels in (("right", Y), ("wrong", wrong)):
+        names.append(str(tmp_path / f"{name}.npz"))
+        np.savez(names[-1], val_logits=Z, val_labels=labels, test_logits=Z, test_labels=labels)
+    right, found = sweep(names).networks
+    assert found["use"].startswith("check the data first; ")
+    assert not right["use"].startswith("check")

@@ -96,12 +96,15 @@ def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
     for part in range(3):
         labels = np.load(tmp_path / f"val_labels-{part}.npy")
         np.save(tmp_path / f"val_labels-{part}.npy", (labels + 1) % 4)
-    remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
-    assert [words for words in remarks if "of the 300 rows, but in" in words and "one too high" in words]
+    study = fk.compare_calibrators(shards, shards, **FAST)
+    verdict, remarks = study.verdict, study.remarks
+    assert verdict.check_data
+    assert "of the 300 rows, but in" in verdict.warnings[0] and "one too high" in verdict.warnings[0]
     assert "the same 300 rows are validation and test rows, so the metrics are optimistic." in remarks
     monkeypatch.setattr(samples, "_SAMPLED_ROWS", 128)
-    remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
-    assert [words for words in remarks if "(128 of its rows): the label has the largest logit in" in words]
+    study = fk.compare_calibrators(shards, shards, **FAST)
+    verdict, remarks = study.verdict, study.remarks
+    assert "(128 of its rows): the label has the largest logit in" in verdict.warnings[0]
     assert "of 128 compared rows: the same 128 rows are validation and test rows" in " ".join(remarks)
 
 

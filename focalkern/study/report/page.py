@@ -113,14 +113,15 @@ def make_page(
     if not comparison.same_samples:
         caption = f"Metrics {on_validation(comparison)} (optimistic: used for fitting)."
         all_scores.append(_score_table(comparison, "validation", caption, everything))
-    remarks = [*map(sentence, comparison.verdict.warnings), *comparison.remarks]
+    verdict = comparison.verdict
+    remarks = [*map(sentence, verdict.warnings[int(verdict.check_data) :]), *comparison.remarks]
     caption = f"Metrics {test}. The shaded row is the recommended one."
     return html.render_page(
         "report.html.j2",
         title=title,
         sources=" and ".join(dict.fromkeys((comparison.validation.source, comparison.test.source))),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        verdict=comparison.verdict.sentences(),
+        verdict=verdict.sentences(),
         next_steps=next_steps,
         results=_score_table(comparison, "test", caption, short),
         legend="" if intervals is None else legend_of(intervals, plus_minus="\u00b1"),
