@@ -22,6 +22,7 @@ __all__ = [
     "ArrayRows",
     "find_sets",
     "kind_from_name",
+    "kind_of_file",
     "load_numpy",
     "rows_of_tensor",
     "unreadable",
@@ -157,6 +158,13 @@ def kind_from_name(name: str) -> InputKind | None:
     if words & {"logit", "logits"}:
         return "logits"
     return "probs" if words & {"prob", "probs", "proba", "probability", "probabilities"} else None
+
+
+def kind_of_file(source: str, name_says: InputKind | None, input_kind: InputKind | None) -> InputKind:
+    """The kind of input in a file: the user's, also for probabilities in a file called logits; else the name's."""
+    if (name_says, input_kind) == ("probs", "logits"):
+        raise InputError(source, "logits", "a file that is called probs", hint=Hint("input_kind", "probs"))
+    return input_kind or name_says or "logits"
 
 
 def find_sets(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._arrays import flat_rows
 from focalkern._types import INPUT_KINDS, InputKind
-from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, rows_of_tensor
+from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, kind_of_file, rows_of_tensor
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import located, matches, name_of, suffix_of
 from focalkern.files.pixels import images_at_once, place_of
@@ -97,7 +97,7 @@ def open_unlabelled(
         names = []
     for name in names:
         if suffix == ".npy":
-            kind = _kind_of_file(name, input_kind)
+            kind = kind_of_file(name, _kind_in(name_of(name).stem), input_kind)
             sets.setdefault("", []).append(_part(open_npy(name, kind), kind, "array"))
         elif suffix in BY_NAME:
             arrays = BY_NAME[suffix](name)
@@ -136,7 +136,7 @@ def _find(
 ) -> dict[str, tuple[InputKind, str]]:
     """For each prefix, kind and name of the array called logits or probs, or of the array that the user named."""
     if list(arrays) == [BARE]:
-        return {"": (_kind_of_file(source, input_kind), BARE)}
+        return {"": (kind_of_file(source, _kind_in(name_of(source).stem), input_kind), BARE)}
     if logits_key is not None:
         if logits_key not in arrays:
             found_names = ", ".join(arrays) or "nothing"
@@ -159,13 +159,6 @@ def _find(
         found_names = ", ".join(arrays) or "nothing"
         raise InputError(source, f"an array called {wanted}", found_names, hint=Hint("logits_key", "NAME"))
     return found
-
-
-def _kind_of_file(name: str, input_kind: InputKind | None) -> InputKind:
-    said = _kind_in(name_of(name).stem)
-    if None not in (said, input_kind) and said != input_kind:
-        raise InputError(name, str(input_kind), f"a file that is called {said}", hint=Hint("input_kind", str(said)))
-    return said or input_kind or "logits"
 
 
 def _kind_in(stem: str) -> InputKind | None:

@@ -10,7 +10,7 @@ import torch
 
 from focalkern._checks import path_text
 from focalkern._types import INPUT_KINDS, InputKind
-from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, find_sets, load_numpy
+from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, find_sets, kind_of_file, load_numpy
 from focalkern.files.parts import BY_NAME
 from focalkern.files.paths import (
     NamedFiles,
@@ -208,6 +208,4 @@ def _read_npy_pair(source: str, labels: str | None, input_kind: InputKind | None
         if not isinstance(array, np.ndarray):
             raise InputError(f"{name}: expected an array (.npy), found an archive of {', '.join(array.files)} (.npz)")
         loaded.append(array)
-    if input_kind is not None and said not in (None, input_kind):
-        raise InputError(source, input_kind, f"a file that is called {said}", hint=Hint("input_kind", str(said)))
-    return {said or input_kind or "logits": loaded[0], "labels": loaded[1]}
+    return {kind_of_file(source, said, input_kind): loaded[0], "labels": loaded[1]}

@@ -13,7 +13,7 @@ from torch import Tensor
 from focalkern._arrays import flat_rows
 from focalkern._checks import path_text
 from focalkern._types import INPUT_KINDS, InputKind
-from focalkern.files.arrays import ArrayRows, find_sets
+from focalkern.files.arrays import ArrayRows, find_sets, kind_of_file
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import (
     NamedFiles,
@@ -216,10 +216,7 @@ def _npy_shards(
                 raise InputError(name, f"its labels in {label_name}", "nothing there", hint=Hint("labels", "FILES"))
     shards = []
     for name, label_name in zip(names, label_names, strict=True):
-        said = _kind_of(name)
-        if input_kind is not None and said not in (None, input_kind):
-            raise InputError(name, input_kind, f"a file that is called {said}", hint=Hint("input_kind", str(said)))
-        kind = said or input_kind or "logits"
+        kind = kind_of_file(name, _kind_of(name), input_kind)
         arrays = open_npy(name, kind), open_npy(label_name, "labels")
         shards.append(_shard(name, arrays[0], label_name, arrays[1], kind, ignore_index))
     return shards

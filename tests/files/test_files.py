@@ -295,9 +295,6 @@ def test_npy_without_labels(tmp_path):
         InputError, match=r"expected a name that ends in logits\.npy or probs\.npy, .*; pass labels=FILE.npy"
     ):
         read_sets(tmp_path / "scores.npy")
-    np.save(tmp_path / "val_labels.npy", LABELS)
-    with pytest.raises(InputError, match="found a file that is called logits"):
-        read_sets(tmp_path / "val_logits.npy", input_kind="probs")
 
 
 def test_labels_option_for_a_file_that_has_its_own(tmp_path):
