@@ -16,10 +16,11 @@ __all__ = [
     "input_notes",
     "input_problems",
     "label_problems",
-    "looks_like_probs",
+    "likely_sum",
     "one_logit_problems",
     "pair_problems",
     "refuse_probs",
+    "remedy_for_sum",
 ]
 
 # Sets with fewer rows are not tested.
@@ -32,30 +33,46 @@ _CERTAIN = 5.0
 _BLOCK = 1 << 22
 # Rows that are tested first: most sets are told apart by them.
 _FIRST = 64
+# Permitted relative errors of the sum of a row: of any probabilities, and of those that are rounded to two digits.
+_EXACT, _ROUNDED = 1e-3, 0.05
 
 
-def looks_like_probs(logits: Tensor) -> bool:
-    """Whether no logit is negative and every row sums to 1."""
-    return _sum_to(logits, 1.0)
+def likely_sum(logits: Tensor) -> int:
+    """1 if the rows look like probabilities, 100 if they look like percentages, else 0.
+
+    They do if no value is negative and every row has this sum. A few logits may have a sum near 1 by chance.
+    """
+    tolerance = _EXACT if len(logits) < _ENOUGH else _ROUNDED
+    return next((total for total in (1, 100) if _sum_to(logits, total, tolerance)), 0)
+
+
+def remedy_for_sum(row: Tensor) -> str:
+    """The remedy for probabilities [C] of a wrong sum, for the end of an error; empty if none is likely."""
+    if _sum_to(row[None], 100, _ROUNDED):
+        return "; divide percentages by 100"
+    rounded = _sum_to(row[None], 1, _ROUNDED)
+    return "; keep more digits of rounded probabilities, or divide each row by its sum" if rounded else ""
 
 
 def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
-    """Raises if the input kind was not given and the logits look like probabilities.
+    """Raises if the input kind was not given and the logits look like probabilities or percentages.
 
     Args:
         op: function that the error names.
         logits: [N, C].
         name: argument that the error names.
     """
-    if len(logits) < 2 or not looks_like_probs(logits):  # a single row may look like anything
+    total = likely_sum(logits) if len(logits) > 1 else 0  # a single row may look like anything
+    if total == 0:
         return
     if _are_one_hot(logits):
         raise ValueError(
             f"{op}: {name} must not be predicted classes, got one-hot rows; pass the model's logits or probabilities, "
             "or input_kind='logits' if these are logits"
         )
+    what, first = ("probabilities", "pass") if total == 1 else ("percentages", "divide them by 100 and pass")
     raise ValueError(
-        f"{op}: {name} must not be probabilities without input_kind, got non-negative rows that sum to 1; pass "
+        f"{op}: {name} must not be {what} without input_kind, got non-negative rows that sum to {total}; {first} "
         "input_kind='probs', or input_kind='logits' if these are logits"
     )
 
@@ -74,7 +91,7 @@ def input_problems(input: Tensor, kind: str) -> list[str]:
             "every row is one-hot, like a predicted class: pass the model's logits or probabilities, because decisions "
             "cannot be calibrated"
         ]
-    if kind == "logits" and _sum_to(input, 100.0):
+    if kind == "logits" and _sum_to(input, 100, _EXACT):
         return ["the rows are non-negative and sum to 100: divide percentages by 100 to get probabilities"]
     return []
 
@@ -86,11 +103,11 @@ def one_logit_problems(logits: Tensor) -> list[str]:
     return ["all logits lie in [0, 1]: for probabilities, pass input_kind='probs'"]
 
 
-def _sum_to(input: Tensor, total: float) -> bool:
+def _sum_to(input: Tensor, total: float, tolerance: float) -> bool:
     def sums_fit(rows: Tensor) -> bool:
         if not bool(rows.amin() >= 0):
             return False
-        return bool(((rows.sum(1, dtype=torch.float64) / total - 1).abs() <= 1e-3).all())
+        return bool(((rows.sum(1, dtype=torch.float64) / total - 1).abs() <= tolerance).all())
 
     return len(input) > 0 and sums_fit(input[:_FIRST]) and sums_fit(input)
 

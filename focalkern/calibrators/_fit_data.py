@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
 from focalkern._checks import label, label_range, parsed_float, short
+from focalkern._diagnostics import remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
 from focalkern.fallback._checks import sum_tolerance
 
@@ -150,7 +151,7 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
     if input_kind == "probs":
         raise ValueError(
             f"{name}: logits must be probabilities that sum to 1 within {sum_tolerance(rows.dtype):g}, got a sum of "
-            f"{float(values.sum()):g} at row {row}"
+            f"{float(values.sum()):g} at row {row}{remedy_for_sum(values)}"
         )
     raise ValueError(f"{name}: logits must have a logit above -inf in every row, got none at row {row}")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import label, one_of, parsed_float, path_text, short
-from focalkern._diagnostics import looks_like_probs
+from focalkern._diagnostics import likely_sum, remedy_for_sum
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.pixels import label_misfit, place_of_counted, rows_that_count
 
@@ -91,7 +91,7 @@ class InputError(Exception):
             The expected and the found content, and the hints.
         """
         hints = between.join(spell(part) if isinstance(part, Hint) else f" {part} " for part in self.hints)
-        hints = hints.replace(f"{between} ", " ").replace(f" {between}", " ")  # words separate two hints
+        hints = hints.replace(f"{between} ", " ").replace(f" {between}", " ").strip()  # words separate two hints
         line = f"{self.words}; pass {hints}" if hints else self.words
         return line.replace("\r", r"\r").replace("\n", r"\n")  # which the names of files may have
 
@@ -199,13 +199,15 @@ def check_options(
 def check_input_kind(
     source: str, input_name: str, kind: InputKind, input_kind: InputKind | None, input: Tensor
 ) -> None:
-    """Raises if ``input_kind`` is None and the logits look like probabilities."""
-    if input_kind is None and kind == "logits" and looks_like_probs(input):
+    """Raises if ``input_kind`` is None and the logits look like probabilities or percentages."""
+    total = likely_sum(input) if input_kind is None and kind == "logits" else 0
+    if total:
+        what, first = ("probabilities", []) if total == 1 else ("percentages", ["them divided by 100 with"])
         raise InputError(
             f"{source}: {input_name}",
             "logits",
-            "non-negative rows that sum to 1, as probabilities do",
-            hint=(Hint("input_kind", "probs"), "or, if they are logits,", Hint("input_kind", "logits")),
+            f"non-negative rows that sum to {total}, as {what} do",
+            hint=(*first, Hint("input_kind", "probs"), "or, if they are logits,", Hint("input_kind", "logits")),
         )
 
 
@@ -346,7 +348,8 @@ def check_rows(
         others = int(refused.sum()) - 1
         more = f" (and {others} more such row{'s' * (others > 1)})" if others else ""
         where = f"{source}: {name}"
-        raise InputError(where, expected, f"{describe(row)} in {place(first_row + row)}{more}", hint=hint)
+        remedy = remedy_for_sum(input[row]) if kind == "probs" and name == input_name else ""
+        raise InputError(where, expected, f"{describe(row)} in {place(first_row + row)}{more}{remedy}", hint=hint)
 
     if target is not None:
         labels = target

@@ -103,9 +103,21 @@ def said(calibrator, *rows):
 
 
 @every
-def test_percentages_cause_a_warning(calibrator):
+def test_percentages_are_refused_unless_logits_was_said(calibrator):
     logits, target = sample()
-    words = said(copy.deepcopy(calibrator), 100 * logits.softmax(-1), target)
+    percent = 100 * logits.softmax(-1)
+    words = (
+        "logits must not be percentages without input_kind, got non-negative rows that sum to 100; divide them by 100 "
+        "and pass input_kind='probs', or input_kind='logits'"
+    )
+    with pytest.raises(ValueError, match=f"^{type(calibrator).__name__}: {words}"):
+        copy.deepcopy(calibrator).fit(percent, target)
+    of_probs = copy.deepcopy(calibrator).set_params(input_kind="probs")
+    if isinstance(of_probs, fk.HistogramBinning):
+        of_probs.set_params(scaling__input_kind="probs")
+    with pytest.raises(ValueError, match=r"got a sum of 100 at row 0; divide percentages by 100$"):
+        of_probs.fit(percent, target)
+    words = said(copy.deepcopy(calibrator).set_params(input_kind="logits"), percent, target)
     assert words.count("the rows are non-negative and sum to 100: divide percentages by 100") == 1
 
 
@@ -147,7 +159,10 @@ def test_a_comparison_has_the_same_check():
         fk.compare_calibrators((logits, target), (probs, target), resamples=0)
     options = {"candidates": ("temperature",), "folds": 2, "resamples": 0}
     assert fk.compare_calibrators((probs, target), input_kind="logits", **options).calibrator is not None
-    percent = fk.compare_calibrators((100 * probs, target), (100 * probs[:150], target[:150]), **options)
+    percent = (100 * probs, target), (100 * probs[:150], target[:150])
+    with pytest.raises(ValueError, match="compare_calibrators: validation must not be percentages"):
+        fk.compare_calibrators(*percent, **options)
+    percent = fk.compare_calibrators(*percent, input_kind="logits", **options)
     assert any("sum to 100: divide percentages" in words for words in percent.remarks)
     same = fk.compare_calibrators((logits, target), (logits.clone(), target.clone()), **options)
     assert any("the same 300 rows are validation and test rows" in words for words in same.remarks)

@@ -26,3 +26,43 @@ def test_probabilities_in_a_file_called_logits(read, tmp_path):
     assert read(tmp_path / "val_logits.npy", input_kind="probs")[""].kind == "probs"
     with pytest.raises(InputError, match="expected logits, found a file that is called probs; pass input_kind=probs"):
         read(tmp_path / "probs.npy", input_kind="logits")
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (100 * PROBS, r"; divide percentages by 100$"),
+        (1.002 * PROBS, r"; keep more digits of rounded probabilities, or divide each row by its sum$"),
+        (50 * PROBS, r"that sum to 50 in row 0 \(and 2 more such rows\)$"),
+    ],
+)
+def test_probabilities_of_another_sum(array, words, tmp_path):
+    with pytest.raises(InputError, match=f"probs: expected probabilities that sum to 1 within 0.001, found .*{words}"):
+        read_sets(write(tmp_path / "a.npz", probs=array, labels=LABELS))
+    read_sets(write(tmp_path / "a.npz", probs=array / array.sum(1, keepdims=True), labels=LABELS))
+
+
+@pytest.mark.parametrize("read", [read_sets, stream_sets])
+def test_percentages_in_a_file_called_logits(read, tmp_path):
+    np.save(tmp_path / "logits.npy", 100 * PROBS)
+    np.save(tmp_path / "labels.npy", LABELS)
+    words = (
+        "logits: expected logits, found non-negative rows that sum to 100, as percentages do; pass them divided by 100 "
+        "with input_kind=probs or, if they are logits, input_kind=logits"
+    )
+    with pytest.raises(InputError, match=f"{words}$"):
+        read(tmp_path / "logits.npy")
+    assert read(tmp_path / "logits.npy", input_kind="logits")[""].kind == "logits"
+    np.save(tmp_path / "logits.npy", PROBS)
+    assert read(tmp_path / "logits.npy", input_kind="probs")[""].kind == "probs"
+
+
+@pytest.mark.parametrize("total", [1, 100])
+def test_rounded_probabilities_are_no_logits(total, tmp_path):
+    probs = np.random.default_rng(0).dirichlet(np.ones(5), size=60).round(2) * total
+    labels = np.arange(60) % 5
+    assert (np.abs(probs.sum(1) / total - 1) > 9e-3).any()
+    with pytest.raises(InputError, match=f"found non-negative rows that sum to {total}, as"):
+        read_sets(write(tmp_path / "a.npz", logits=probs, labels=labels))
+    few = slice(0, 5)  # a few logits may have a sum near 1 by chance
+    assert len(read_sets(write(tmp_path / "a.npz", logits=probs[few], labels=labels[few]))[""]) == 5
