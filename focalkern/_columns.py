@@ -18,7 +18,15 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)(?:\.0+)?")
 
 
 class ColumnsError(ValueError):
-    """Columns that cannot be told apart: one line that names them."""
+    """Columns that cannot be told apart: one line that names them.
+
+    Attributes:
+        remedy: what to do if no pattern for the columns helps; else empty.
+    """
+
+    def __init__(self, words: str, remedy: str = "") -> None:
+        super().__init__(words)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,9 @@ def _in_order(names: Sequence[str], prefix: str, group: list[int]) -> ClassColum
     if missing:
         raise ColumnsError(
             f"expected classes numbered without gaps, found {prefix}{ordered[0]} to {prefix}{ordered[-1]} without "
-            f"{_listed([f'{prefix}{number}' for number in missing])}"
+            f"{_listed([f'{prefix}{number}' for number in missing])}",
+            f"number columns and labels from 0 to {len(ordered) - 1}, or add the missing columns (logits -inf, "
+            "probabilities 0)",
         )
     places = [numbers[number] for number in ordered]
     return ClassColumns(places, [names[place] for place in places], ordered, prefix)

@@ -164,7 +164,7 @@ def read_unlabelled(
     try:
         found = class_columns([names[place] for place in kept], logits_key)
     except ColumnsError as error:
-        raise InputError(f"{source}: {error}", hint=Hint("logits_key", "PATTERN")) from error
+        raise _columns_error(source, error, Hint("logits_key", "PATTERN")) from error
     classes = [kept[place] for place in found.places]
     others = [place for place in range(len(names)) if place not in set(classes)]
     if is_text:
@@ -185,6 +185,13 @@ def read_unlabelled(
         found.numbers is not None,
     )
     return input_kind or _kind_of_columns(found) or "logits", values, rest
+
+
+def _columns_error(source: str, error: ColumnsError, *hint: Hint) -> InputError:
+    """The error of columns in a table, with the hint if a pattern for the columns helps."""
+    if error.remedy:
+        return InputError(f"{source}: {error}; {error.remedy}")
+    return InputError(f"{source}: {error}", hint=hint)
 
 
 def _class_names(classes: ClassColumns) -> list[str]:
@@ -278,8 +285,7 @@ class _Table:
         try:
             found = class_columns([names[place] for place in others], logits_key)
         except ColumnsError as error:
-            hint = self._hint(names) if logits_key is None else ()
-            raise InputError(f"{source}: {error}", hint=hint) from error
+            raise _columns_error(source, error, *(self._hint(names) if logits_key is None else ())) from error
         self.classes = ClassColumns([others[place] for place in found.places], found.names, found.numbers, found.prefix)
 
     def _hint(self, names: Sequence[str]) -> tuple[Hint, Hint]:

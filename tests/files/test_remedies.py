@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+import focalkern as fk
 from focalkern.files import InputError, read_sets
+from focalkern.files.inputs import open_unlabelled
 from focalkern.study import stream_sets
 
 PROBS = np.array([[0.2, 0.8], [1.0, 0.0], [0.5, 0.5]], dtype=np.float32)
@@ -66,3 +68,20 @@ def test_rounded_probabilities_are_no_logits(total, tmp_path):
         read_sets(write(tmp_path / "a.npz", logits=probs, labels=labels))
     few = slice(0, 5)  # a few logits may have a sum near 1 by chance
     assert len(read_sets(write(tmp_path / "a.npz", logits=probs[few], labels=labels[few]))[""]) == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_key": "[0-9]*", "labels_key": "label"}])
+def test_a_gap_in_the_numbers_of_the_columns(options, tmp_path):
+    path = tmp_path / "a.csv"
+    remedy = r"number columns and labels from 0 to 2, or add the missing columns \(logits -inf, probabilities 0\)"
+    path.write_text("0,1,3,label\n2,1,0.5,0\n1,2,0.5,3\n0,2,1,1\n")
+    for read in (read_sets, open_unlabelled):
+        with pytest.raises(InputError, match=f"found 0 to 3 without '2'; {remedy}$"):
+            read(path, **{key: value for key, value in options.items() if read is read_sets or key == "logits_key"})
+    path.write_text("0,1,2,label\n2,1,0.5,0\n1,2,0.5,2\n0,2,1,1\n")
+    assert read_sets(path, **options)[""].labels.tolist() == [0, 2, 1]
+    path.write_text("0,1,2,3,label\n2,1,-inf,0.5,0\n1,2,-inf,0.5,3\n0,2,-inf,1,1\n")
+    rows = read_sets(path, **options)[""]
+    assert rows.labels.tolist() == [0, 3, 1]
+    calibrator = fk.SplineScaling().fit_quietly(rows.input, rows.labels)
+    assert not calibrator.predict_proba(rows.input)[:, 2].any()
