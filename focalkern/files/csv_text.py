@@ -36,7 +36,7 @@ class TextTable:
             InputError: a row of another length, or a value that is not a number.
         """
         found = _by_arrow(self.data, len(self.names), numbers, others)
-        return _by_python(self.source, self.data, numbers, others) if found is None else found
+        return _by_python(self, numbers, others) if found is None else found
 
 
 def read_text_table(source: str) -> TextTable:
@@ -78,20 +78,32 @@ def _by_arrow(
 
 
 def _by_python(
-    source: str, data: bytes, numbers: Sequence[int], others: Sequence[int]
+    text: TextTable, numbers: Sequence[int], others: Sequence[int]
 ) -> tuple[np.ndarray[Any, Any], list[list[str]]]:
-    rows = _rows(source, data)
+    rows = _rows(text.source, text.data)
     next(rows)
     values: list[np.ndarray[Any, Any]] = []
     kept: list[list[str]] = [[] for _ in others]
     for line, row in rows:
         try:
             values.append(np.array([parsed_float(row[place]) for place in numbers]))
-        except ValueError as error:
-            raise InputError(f"{source}: line {line}: expected numbers, found: {error}") from error
+        except ValueError:
+            raise _no_number(text, line, row, numbers) from None
         for column, place in zip(kept, others, strict=True):
             column.append(row[place])
     return np.array(values, dtype=np.float64).reshape(len(values), len(numbers)), kept
+
+
+def _no_number(text: TextTable, line: int, row: list[str], numbers: Sequence[int]) -> InputError:
+    """The error of the first cell among the columns ``numbers`` of a row that is not a number."""
+    for place in numbers:
+        try:
+            parsed_float(row[place])
+        except ValueError:
+            break
+    found = repr(row[place]) if row[place].strip() else "an empty cell"
+    where = f"{text.source}: line {line}, column {text.names[place]!r}"
+    return InputError(f"{where}: expected a number such as 0.25, found {found}")
 
 
 def _rows(source: str, data: bytes) -> Iterator[tuple[int, list[str]]]:
@@ -107,5 +119,8 @@ def _rows(source: str, data: bytes) -> Iterator[tuple[int, list[str]]]:
                     raise InputError(f"{source}: line {reader.line_num}: expected {expected}, found {len(row)}")
                 if row:
                     yield reader.line_num, row
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        expected = "a text file with comma-separated values in UTF-8"
+        raise InputError(f"{source}: expected {expected}, found other bytes; save the table as CSV in UTF-8") from None
+    except csv.Error as error:
         raise InputError(f"{source}: expected a text file with comma-separated values, found: {error}") from error

@@ -312,7 +312,8 @@ def test_labels_option_for_a_file_that_has_its_own(tmp_path):
         ("label,a,b\n", "expected at least one row, found none"),
         ("label,a,b\n0,1.0\n", "line 2: expected 3 columns as in the header, found 2"),
         ("label,a,b\n0,1.0,2.0\n0.5,1,2\n", "label: expected class numbers or names, found 0.5 in row 1"),
-        ("label,a,b\n0,1.0,cat\n", "line 2: expected numbers, found: could not convert"),
+        ("label,a,b\n0,1.0,cat\n", "line 2, column 'b': expected a number such as 0.25, found 'cat'"),
+        ("label,a,b\n0,,1.0\n", "line 2, column 'a': expected a number such as 0.25, found an empty cell"),
         ("label,a\n0,1.0\n", "with C >= 2 classes, found [1, 1]"),
         ("label,a,b\n0,nan,1\n", "found NaN in row 0"),
         ("label,a,b\n2,0,1\n", "expected class numbers from 0 to 1, found 2 in row 0"),
@@ -328,5 +329,7 @@ def test_bad_csv(text, words, tmp_path):
 
 def test_binary_csv(tmp_path):
     (tmp_path / "a.csv").write_bytes(bytes(range(256)))
-    with pytest.raises(InputError, match="expected a text file with comma-separated values"):
+    with pytest.raises(
+        InputError, match="with comma-separated values in UTF-8, found other bytes; save the table as CSV in UTF-8"
+    ):
         read_sets(tmp_path / "a.csv")

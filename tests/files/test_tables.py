@@ -218,7 +218,7 @@ def test_a_number_is_written_in_ascii_digits_without_underscores(cell, tmp_path,
             code, _, err = run("evaluate", tmp_path / "a.csv")
         else:
             code, _, err = run("apply", tmp_path / "c.json", tmp_path / "a.csv", "--out", tmp_path / "p.csv")
-        assert code == 2 and cell in err and "line 9: expected numbers" in err
+        assert code == 2 and repr(cell) in err and "line 9, column '1': expected a number" in err
     labels = [cell if row == 3 else label for row, label in enumerate(LABELS.tolist())]
     with pytest.raises(InputError, match="expected class numbers, or the names of all 4 classes"):
         from_frame(FRAME.assign(label=np.array(labels, dtype=object)))
@@ -264,7 +264,7 @@ def test_pyarrow_reads_the_same_text_or_none(end, monkeypatch):
         data = (end.join(lines) + end).encode()
         found = csv_text._by_arrow(data, 3, [0, 1], [2])
         if found is not None:
-            values, words = csv_text._by_python("a.csv", data, [0, 1], [2])
+            values, words = csv_text._by_python(csv_text.TextTable("a.csv", ["a", "b", "label"], data), [0, 1], [2])
             assert found[0].tobytes() == values.tobytes() and found[1] == words
             taken += len(one)
     assert taken > len(cells) if end != "\r" else taken == 0
