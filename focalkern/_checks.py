@@ -15,6 +15,7 @@ from focalkern._types import FLOATS, REDUCTIONS
 __all__ = [
     "MOST_BINS",
     "MOST_RESAMPLES",
+    "TO_FLOAT",
     "dense",
     "finite",
     "flag",
@@ -40,6 +41,10 @@ MOST_BINS = 1 << 24
 
 # A larger number of resamples is a mistake, too.
 MOST_RESAMPLES = 1_000_000
+
+
+# The remedy for integers in place of logits or probabilities.
+TO_FLOAT = "; convert them with .float(), in NumPy with .astype('float32')"
 
 
 def short(value: object) -> str:

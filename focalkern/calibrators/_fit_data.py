@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
-from focalkern._checks import label, label_range, parsed_float, short
+from focalkern._checks import TO_FLOAT, label, label_range, parsed_float, short
 from focalkern._diagnostics import remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
 from focalkern.fallback._checks import sum_tolerance
@@ -69,7 +69,7 @@ def as_rows(
     check_input(name, input, any_rank=input.dim() > 2, class_axis=1 if input.dim() > 2 else -1)
     n_classes = input.shape[1]
     expected = (input.shape[0], *input.shape[2:])
-    labels, names = _as_target(name, target, expected, n_classes)
+    labels, names = _as_target(name, target, expected, n_classes, one_logit)
     labels = labels.to(input.device)
     weight = None if sample_weight is None else as_weight(name, sample_weight, expected).to(input.device)
     dense = input.dim() > 2
@@ -158,12 +158,12 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
 
 def as_floating(name: str, input: Tensor) -> Tensor:
     if not input.is_floating_point():
-        raise TypeError(f"{name}: logits must be floating point, got {input.dtype}")
+        raise TypeError(f"{name}: logits must be floating point, got {input.dtype}{TO_FLOAT}")
     return input
 
 
 def _as_target(
-    name: str, values: Any, expected: tuple[int, ...], n_classes: int
+    name: str, values: Any, expected: tuple[int, ...], n_classes: int, one_logit: bool
 ) -> tuple[Tensor, np.ndarray[Any, Any] | None]:
     """Labels of shape ``expected``, int64, and the names of the classes."""
     names = None
@@ -186,7 +186,8 @@ def _as_target(
     target = as_tensor(values if array is None else array, f"{name}: target")
     if tuple(target.shape) != expected:
         letters = ", ".join(["N", *(f"d{i}" for i in range(1, len(expected)))])
-        raise ValueError(f"{name}: target must be [{letters}] = {list(expected)}, got {list(target.shape)}")
+        remedy = _misfit_remedy(tuple(target.shape), expected, n_classes, one_logit)
+        raise ValueError(f"{name}: target must be [{letters}] = {list(expected)}, got {list(target.shape)}{remedy}")
     if target.is_complex():
         raise TypeError(f"{name}: target must be integer class indices, got {target.dtype}")
     if target.is_floating_point():
@@ -196,6 +197,16 @@ def _as_target(
             value = target[odd][0].item()
             raise ValueError(f"{name}: target must be whole numbers where it is {target.dtype}, got {value}")
     return target.to(torch.int64), names
+
+
+def _misfit_remedy(found: tuple[int, ...], expected: tuple[int, ...], n_classes: int, one_logit: bool) -> str:
+    """The remedy for a target of another shape, for the end of an error; empty if none is likely."""
+    if found == (expected[0], n_classes, *expected[1:]):
+        return "; for one-hot rows pass target.argmax(1)"
+    if found == (*expected, 1):
+        return "; pass target.squeeze(-1)"
+    transposed = found == (n_classes,) and len(expected) == 1 and not one_logit
+    return "; logits must be [N, C]: pass logits.T" if transposed else ""
 
 
 def _check_order(name: str, names: np.ndarray[Any, Any]) -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import flat_rows
+from focalkern._checks import TO_FLOAT
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, kind_of_file, rows_of_tensor
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import located, matches, name_of, suffix_of
-from focalkern.files.pixels import images_at_once, place_of
-from focalkern.files.samples import CLASSES, Hint, InputError, as_tensor, check_input_kind, check_options
+from focalkern.files.pixels import class_misfit, images_at_once, place_of
+from focalkern.files.samples import Hint, InputError, as_tensor, check_input_kind, check_options
 from focalkern.files.shards import LOOK, STREAMED, Shard
 from focalkern.files.tables import OtherColumns, read_unlabelled
 
@@ -169,9 +170,9 @@ def _kind_in(stem: str) -> InputKind | None:
 def _part(input: ArrayRows, kind: InputKind, key: str) -> Shard:
     """The rows of one array; errors call it ``key``."""
     if input.numbers != "float":
-        raise InputError(f"{input.source}: {key}: expected floating point, found {input.dtype}")
+        raise InputError(f"{input.source}: {key}: expected floating point, found {input.dtype}{TO_FLOAT}")
     if len(input.shape) < 2 or input.shape[1] < 2 or 0 in input.shape[2:]:
-        raise InputError(f"{input.source}: {key}: expected {CLASSES}, found {list(input.shape)}")
+        raise InputError(f"{input.source}: {key}: {class_misfit(input.shape)}")
     if len(input.shape) == 2:
         return Shard(input, None, kind)
     return Shard(input, None, kind, functools.partial(place_of, shape=(input.shape[0], *input.shape[2:])))

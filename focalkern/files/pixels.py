@@ -12,7 +12,15 @@ from torch import Tensor
 
 from focalkern._arrays import flat_rows
 
-__all__ = ["PixelRows", "images_at_once", "label_misfit", "place_of", "place_of_counted", "rows_that_count"]
+__all__ = [
+    "PixelRows",
+    "class_misfit",
+    "images_at_once",
+    "label_misfit",
+    "place_of",
+    "place_of_counted",
+    "rows_that_count",
+]
 
 # Number of values that are copied or read at once; at least one image.
 _NUMBERS = 1 << 21
@@ -30,13 +38,25 @@ def label_misfit(shape: Sequence[int], found: Sequence[int], input_words: str, l
         return ""
     names = ["N", *(f"d{axis}" for axis in range(1, len(expected)))]
     remedy = "; labels have the shape of the logits without axis 1" if len(shape) > 2 else ""
-    if len(shape) > 2 and tuple(found) == tuple(shape[:-1]):
+    if tuple(found) == tuple(shape):
+        remedy = "; save one-hot labels as class numbers: labels.argmax(1)"
+    elif len(shape) == 2 and tuple(found) == (shape[1],):
+        remedy = "; logits must be [N, C]: save logits.T"
+    elif len(shape) > 2 and tuple(found) == tuple(shape[:-1]):
         remedy = "; the classes must be axis 1: numpy.moveaxis(logits, -1, 1)"
     elif tuple(found) == (shape[0], 1, *shape[2:]):
         remedy = "; save the labels without axis 1: labels[:, 0]"
     return (
         f"expected {label_name}[{', '.join(names)}] = {expected} to go with {input_words}, found {list(found)}{remedy}"
     )
+
+
+def class_misfit(shape: Sequence[int], kind: str = "") -> str:
+    """A text with expected and found shape and the remedy, for logits that are not [N, C] or [N, C, d1, ...]."""
+    text = f"expected {kind}{' ' * bool(kind)}[N, C] or [N, C, d1, ...] with C >= 2 classes, found {list(shape)}"
+    if len(shape) == 1 or (len(shape) == 2 and shape[1] == 1):
+        text += "; for one logit z per row, save the two columns 0 and z (for one probability p, 1 - p and p)"
+    return text
 
 
 def rows_that_count(input: Tensor, labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:

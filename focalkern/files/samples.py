@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._checks import label, one_of, parsed_float, path_text, short
+from focalkern._checks import TO_FLOAT, label, one_of, parsed_float, path_text, short
 from focalkern._diagnostics import likely_sum, remedy_for_sum
 from focalkern._types import INPUT_KINDS, InputKind
-from focalkern.files.pixels import label_misfit, place_of_counted, rows_that_count
+from focalkern.files.pixels import class_misfit, label_misfit, place_of_counted, rows_that_count
 
 __all__ = [
-    "CLASSES",
     "Hint",
     "InputError",
     "LogitSet",
@@ -28,8 +27,6 @@ __all__ = [
     "label_numbers",
 ]
 
-CLASSES = "[N, C] or [N, C, d1, ...] with C >= 2 classes"
-"""The shape of logits, in errors."""
 _IGNORED = (-100, -1, 255)  # common labels of data sets for unlabelled samples
 
 
@@ -232,9 +229,9 @@ def checked_set(
         labels = label_numbers(source, label_name, np.asarray(labels), n_classes)
     target = as_tensor(source, label_name, labels)
     if not input.is_floating_point():
-        raise InputError(f"{source}: {input_name}: expected floating point, found {_dtype(input)}")
+        raise InputError(f"{source}: {input_name}: expected floating point, found {_dtype(input)}{TO_FLOAT}")
     if input.dim() < 2 or input.shape[1] < 2:
-        raise InputError(f"{source}: {input_name}: expected {CLASSES}, found {list(input.shape)}")
+        raise InputError(f"{source}: {input_name}: {class_misfit(input.shape)}")
     if target.is_floating_point() and bool((target == target.floor()).all()) and bool((target.abs() < 2**53).all()):
         target = target.to(torch.int64)
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:

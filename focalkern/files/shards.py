@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import flat_rows
-from focalkern._checks import path_text
+from focalkern._checks import TO_FLOAT, path_text
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ArrayRows, find_sets, kind_of_file
 from focalkern.files.parts import BY_NAME, open_npy
@@ -26,8 +26,8 @@ from focalkern.files.paths import (
     name_of,
     suffix_of,
 )
-from focalkern.files.pixels import PixelRows, label_misfit
-from focalkern.files.samples import CLASSES, Hint, InputError, check_input_kind, check_options, check_rows
+from focalkern.files.pixels import PixelRows, class_misfit, label_misfit
+from focalkern.files.samples import Hint, InputError, check_input_kind, check_options, check_rows
 
 __all__ = [
     "STREAMED",
@@ -268,9 +268,9 @@ def _shard(
 ) -> Shard:
     """The shard of two arrays, which errors call ``where`` and ``label_where``."""
     if input.numbers != "float":
-        raise InputError(f"{where}: expected floating point, found {input.dtype}")
+        raise InputError(f"{where}: expected floating point, found {input.dtype}{TO_FLOAT}")
     if len(input.shape) < 2 or input.shape[1] < 2:
-        raise InputError(f"{where}: expected {kind} {CLASSES}, found {list(input.shape)}")
+        raise InputError(f"{where}: {class_misfit(input.shape, kind)}")
     misfit = label_misfit(input.shape, labels.shape, f"{list(input.shape)} in {where}", f"{labels.name} ")
     if misfit:
         raise InputError(f"{label_where}: {misfit}")

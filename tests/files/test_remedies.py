@@ -85,3 +85,46 @@ def test_a_gap_in_the_numbers_of_the_columns(options, tmp_path):
     assert rows.labels.tolist() == [0, 3, 1]
     calibrator = fk.SplineScaling().fit_quietly(rows.input, rows.labels)
     assert not calibrator.predict_proba(rows.input)[:, 2].any()
+
+
+Z = np.linspace(-2, 3, 6, dtype=np.float32)
+BINARY = np.array([0, 0, 1, 0, 1, 1])
+TWO = np.stack([np.zeros_like(Z), Z], 1)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy"])  # .npy also reads rows for apply
+@pytest.mark.parametrize(
+    ("logits", "labels", "words"),
+    [
+        (Z, BINARY, r"found \[6\]; for one logit z per row, save the two columns 0 and z \(for one probability p, 1 -"),
+        (Z[:, None], BINARY, r"found \[6, 1\]; for one logit z per row, save the two columns 0 and z"),
+        (TWO.astype(int), BINARY, r"found int64; convert them with .float\(\), in NumPy with .astype\('float32'\)$"),
+        (
+            TWO,
+            np.eye(2, dtype=int)[BINARY],
+            r"found \[6, 2\]; save one-hot labels as class numbers: labels.argmax\(1\)$",
+        ),
+        (TWO.T.copy(), BINARY, r"found \[6\]; logits must be \[N, C\]: save logits.T$"),
+    ],
+)
+def test_shapes_and_dtypes(suffix, logits, labels, words, tmp_path):
+    def read(logits, labels):
+        if suffix == ".npz":
+            return read_sets(write(tmp_path / "a.npz", logits=logits, labels=labels))[""]
+        np.save(tmp_path / "logits.npy", logits)
+        np.save(tmp_path / "labels.npy", labels)
+        if labels.ndim == 1 and logits.shape != TWO.T.shape:  # without labels, these are logits of six classes
+            open_unlabelled(tmp_path / "logits.npy")
+        return read_sets(tmp_path / "logits.npy")[""]
+
+    with pytest.raises(InputError, match=words):
+        read(logits, labels)
+    assert read(TWO, BINARY).labels.tolist() == BINARY.tolist()
+
+
+def test_two_columns_hold_one_logit():
+    of_columns, of_one = (
+        fk.TemperatureScaling().fit_quietly(TWO, BINARY),
+        fk.TemperatureScaling().fit_quietly(Z, BINARY),
+    )
+    assert of_columns.temperature_ == of_one.temperature_
