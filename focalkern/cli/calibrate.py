@@ -13,6 +13,7 @@ from focalkern import study as report
 from focalkern.calibrators import CANDIDATES, Binning, Criterion, Search
 from focalkern.calibrators._candidates import DEFAULT_CANDIDATES
 from focalkern.cli._formats import FORMATS_HELP
+from focalkern.cli._method import GRID, candidate_names, settle_method
 from focalkern.cli._next import next_commands, print_next
 from focalkern.cli._notes import print_note
 from focalkern.cli._options import (
@@ -66,10 +67,6 @@ examples:
 """
 
 
-# Values of --search that add no search to the grid.
-_GRID = (None, "grid")
-
-
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
@@ -107,7 +104,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--candidates",
-        type=_names,
+        type=candidate_names,
         metavar="NAME,...",
         help=f"candidates of --method auto (default: {','.join(DEFAULT_CANDIDATES)}): any of {', '.join(CANDIDATES)}",
     )
@@ -128,7 +125,8 @@ def add_parser(commands: Any) -> None:
         "--criterion",
         choices=get_args(Criterion),
         help="loss that chooses the calibrator (default: nll, or the loss of --search). ece is the choice of the "
-        "paper: the lowest ECE of its grid, even if the NLL rises; --all shows it in the table",
+        "paper: focal temperature scaling (or --method) with the lowest ECE of its grid, even if the NLL rises; --all "
+        "shows it in the table",
     )
     parser.add_argument(
         "--search",
@@ -211,7 +209,7 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     gammas = gammas_of(arguments.gammas)
     locate(arguments, "input", "labels", "test", "test_labels")
-    binning, criterion = _method(arguments)
+    binning, criterion = settle_method(arguments)
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
     progress = Progress(arguments.state, arguments.state_every, processes, say=_say)
@@ -235,7 +233,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     if arguments.accept_risk is not None and not test.keeps_confidences:
         raise InputError(f"{test.source}: expected at most {MOST_KEPT} test rows for --accept-risk, found {len(test)}")
-    if validation.memory is None and (arguments.search not in _GRID or binning is not None):
+    if validation.memory is None and (arguments.search not in GRID or binning is not None):
         option = "--binning or --method histogram" if binning is not None else f"--search {arguments.search}"
         raise InputError(
             f"{validation.source}: expected rows in memory for {option}, found rows that are read in parts"
@@ -327,38 +325,6 @@ def _show(
         print(line, file=said)
     if study.chosen is not None:
         print_next(arguments, said)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Parses names of candidates, separated by commas."""
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in CANDIDATES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"expected names out of {', '.join(CANDIDATES)}, got {unknown[0]!r}")
-    return names
-
-
-def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
-    """The bins and the criterion, from their options or from the other options."""
-    search = arguments.search
-    if arguments.method is None:
-        arguments.method = "auto" if search in _GRID and arguments.binning is None else "focal-temperature"
-    method = arguments.method
-    for option in ("candidates", "keep_predictions"):
-        if getattr(arguments, option) and method != "auto":
-            raise InputError(f"--{option.replace('_', '-')}: expected only with --method auto, found {method}")
-    if search in ("nll", "brier") and arguments.criterion not in (None, search):
-        raise InputError(f"--search {search}: expected --criterion {search}, or none, found {arguments.criterion}")
-    if method == "auto" and (search not in _GRID or arguments.binning is not None):
-        option = f"--search {search}" if search not in _GRID else f"--binning {arguments.binning}"
-        raise InputError(f"{option}: expected only with --method focal-temperature or temperature, found auto")
-    if search not in _GRID and method == "histogram":
-        raise InputError(f"--search {search}: expected --method focal-temperature or temperature, found {method}")
-    if search == "line" and method == "temperature":
-        raise InputError("--search line: expected --method focal-temperature, found temperature, which has one gamma")
-    binning: Binning | None = arguments.binning or ("equal_mass" if method == "histogram" else None)
-    criterion: Criterion = arguments.criterion or ("brier" if search == "brier" else "nll")
-    return binning, criterion
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

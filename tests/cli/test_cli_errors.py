@@ -69,6 +69,23 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--binning", "quantile"), "argument --binning: invalid choice: 'quantile'"),
         (("calibrate", "SINGLE", "--search", "nll", "--criterion", "ece"), "--search nll: expected --criterion nll"),
         (
+            ("calibrate", "SINGLE", "--search", "grid", "--method", "auto"),
+            "--search grid: expected only with --method focal-temperature or temperature, found auto; "
+            "pass --method focal-temperature, or leave out --search",
+        ),
+        *(
+            (
+                ("calibrate", "SINGLE", "--criterion", "ece", *option.split()),
+                f"--criterion ece: expected no {option}, because the NLL or the Brier score compares "
+                f"candidates, found both; leave out {option}, or pass --criterion nll",
+            )
+            for option in ("--method auto", "--keep-predictions")
+        ),
+        (
+            ("calibrate", "SINGLE", "--criterion", "ece", "--candidates", "isotonic"),
+            "--criterion ece: expected no --candidates",
+        ),
+        (
             ("calibrate", "SINGLE", "--search", "line", "--method", "temperature"),
             "--search line: expected --method focal-temperature, found temperature",
         ),
