@@ -61,7 +61,7 @@ examples:
   focalkern calibrate logits.npz --out calibrator.json --report report/
   focalkern calibrate val_logits.npy --test test_logits.npy --criterion brier
   focalkern calibrate logits.npz --method focal-temperature --criterion ece --out papers.json
-  focalkern calibrate logits.npz --search refine --binning equal_mass --out calibrator.json
+  focalkern calibrate logits.npz --search refine --binning equal_mass --n-bins 5 --out calibrator.json
   focalkern calibrate 'val_logits-*.npy' --test 'test_logits-*.npy' --state calibrate.state
   focalkern calibrate probs.csv --input-kind probs --split 0.5 --gammas 0 paper --temperatures 0.5:3:0.05
 """
