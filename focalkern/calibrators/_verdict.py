@@ -186,7 +186,8 @@ def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
             warnings.append(f"{_name(entry)} {entry.excluded}, so it is not chosen")
     worse = [entry for entry in cross_validation.entries if entry.excluded.startswith("is worse")]
     if worse:
-        names = " and ".join(map(_name, worse))
+        *others, last = map(_name, worse)
+        names = f"{', '.join(others)} and {last}" if others else last
         warnings.append(f"{names}: the cross-validated {loss} is higher than that of no calibration")
     warnings += [f"left out: {words}" for words in cross_validation.left_out]
     return warnings

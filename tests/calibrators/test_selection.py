@@ -15,6 +15,7 @@ from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import fold_of
 from focalkern.calibrators._row_source import rows_of
 from focalkern.calibrators._selection import CandidateScore, decide
+from focalkern.calibrators._verdict import cross_validation_warnings
 
 
 def entries(*losses, keeps=(), **excluded):
@@ -322,3 +323,10 @@ def test_losses_of_a_fold_are_those_of_its_predictions(case):
             held_out = input[fold == k], labels[fold == k]
             expected = losses_of(fits.held_out(candidate, k)(held_out[0]), held_out[1], "nll")
             torch.testing.assert_close(fits.losses(candidate, k), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "names"), [(1, "1"), (2, "1 and 2"), (3, "1, 2 and 3")])
+def test_worse_candidates_are_listed(n, names):
+    found = outcome(*[[1.0 + place / 10] * 4 for place in range(n + 1)])
+    words = f"{names}: the cross-validated NLL is higher than that of no calibration"
+    assert words in cross_validation_warnings(found)
