@@ -9,6 +9,7 @@ from focalkern.cli._options import OneOrMany, add_storage_options, check_out, lo
 from focalkern.files import InputError
 from focalkern.files.paths import files_of
 from focalkern.study.apply import OUTPUTS, apply_calibrator
+from focalkern.study.samples import count_rows
 
 __all__ = ["add_parser"]
 
@@ -65,6 +66,6 @@ def _run(arguments: argparse.Namespace) -> int:
         logits_key=arguments.logits_key,
     )
     for name, (n, classes, *pixels) in written.items():
-        what = f"{n} images {pixels}" if pixels else f"{n} rows"
+        what = f"{n} images {pixels}" if pixels else count_rows(n)
         print(f"{arguments.out}: {name}, {what} of {classes} classes")
     return 0

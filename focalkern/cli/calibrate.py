@@ -35,6 +35,7 @@ from focalkern.files.paths import files_of
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 from focalkern.study import MOST_KEPT, Processes, Progress, Samples, Study, stream_sets, wants_streaming
+from focalkern.study.remarks import printed_remarks
 from focalkern.study.split import select_samples
 
 __all__ = ["add_parser"]
@@ -308,11 +309,13 @@ def _show(
     said = sys.stderr if arguments.json else sys.stdout
     if arguments.json:
         print(study.verdict, file=said)
-    for remark in (*study.verdict.notes(), *study.remarks):
+    # Like the table, without --all the notes leave out the ECE-optimal rows; the JSON has all rows.
+    found = study.remarks if arguments.all or arguments.json else printed_remarks(study)
+    for remark in (*study.verdict.notes(), *found):
         print_note(remark, said)
     if study.test is study.validation:
         print_note("--test FILE or --split 0.5 provides a separate test set.", said)
-    if study.remarks:
+    if found:
         print(file=said)
 
     if study.chosen is None:

@@ -12,7 +12,7 @@ from focalkern.calibrators import Calibrator, load_calibrator
 from focalkern.calibrators._candidates import keeps_predictions
 from focalkern.calibrators._verdict import describe_method, sentence
 from focalkern.study.apply import columns_of_fit
-from focalkern.study.samples import SCORES
+from focalkern.study.samples import SCORES, count_rows
 
 __all__ = ["calibrator_card"]
 
@@ -150,9 +150,9 @@ def _evaluation(evidence: Mapping[str, Any]) -> str:
         rows.append([f"{bold}{label}{bold}", *cells])
     heads = [SCORES[name].replace("_\n", "_").replace("\n", " ") for name in names]
     data, bootstrap = evidence.get("data", {}), evidence.get("bootstrap")
-    of = f"{data['test']['n_samples']:,} test rows" if data else "the test rows"
+    of = count_rows(data["test"]["n_samples"], "test ") if data else "the test rows"
     if data.get("same_rows"):
-        of = f"{data['test']['n_samples']:,} rows of the fit (optimistic)"
+        of = f"{count_rows(data['test']['n_samples'])} of the fit (optimistic)"
     words = [f"Fractions, on {of}."]
     if bootstrap:
         words.append(

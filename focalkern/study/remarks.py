@@ -1,17 +1,18 @@
 """Remarks: sentences for the reader of a comparison, in addition to its table."""
 
 import math
+from dataclasses import replace
 
 import torch
 
 from focalkern._diagnostics import input_notes, input_problems, label_problems, pair_problems
 from focalkern.files import LogitSet
 from focalkern.study.intervals import DEFAULT_RESAMPLES
-from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals
-from focalkern.study.samples import Samples, describe_samples
+from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals, JudgedComparison, hidden_results
+from focalkern.study.samples import Samples, count_rows, describe_samples
 from focalkern.study.scores import facts
 
-__all__ = ["data_problem", "remarks", "remarks_on_bins", "remarks_on_samples"]
+__all__ = ["data_problem", "printed_remarks", "remarks", "remarks_on_bins", "remarks_on_samples"]
 
 
 def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tuple[str, ...]:
@@ -40,6 +41,21 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
             f"rest of the comparison. {remedy}"
         )
     return tuple(dict.fromkeys(found))  # two halves of one file give the same remarks on the file
+
+
+def printed_remarks(comparison: JudgedComparison) -> tuple[str, ...]:
+    """The remarks without those on results that the printed table leaves out."""
+    hidden = hidden_results(comparison)
+    if not hidden:
+        return comparison.remarks
+    # The other results keep their indices, because the hidden ones are the last.
+    shown = replace(comparison, results=comparison.results[: -len(hidden)])
+    dropped = {*_on_results(comparison)} - {*_on_results(shown)}
+    return tuple(words for words in comparison.remarks if words not in dropped)
+
+
+def _on_results(comparison: Comparison) -> list[str]:
+    return [*_on_scores(comparison), *_on_approximate_scores(comparison)]
 
 
 def remarks_on_samples(samples: Samples) -> list[str]:
@@ -95,14 +111,19 @@ def _on_few_samples(comparison: Comparison) -> list[str]:
     n_validation, n_test = len(comparison.validation), len(comparison.test)
     if n_validation < 20 * n_bins:
         found.append(
-            f"{n_validation} validation rows in {n_bins} bins are about {n_validation / n_bins:.2g} per bin: their "
-            "ECE is mostly noise, and so is the ECE-optimal choice."
+            f"{count_rows(n_validation, 'validation ')} in {n_bins} bins {_are(n_validation)} about "
+            f"{n_validation / n_bins:.2g} per bin: the ECE is mostly noise, and so is the ECE-optimal choice."
         )
     if not comparison.same_samples and n_test < 20 * n_bins:
         found.append(
-            f"{n_test} test rows in {n_bins} bins are about {n_test / n_bins:.2g} per bin: their ECE is mostly noise."
+            f"{count_rows(n_test, 'test ')} in {n_bins} bins {_are(n_test)} about {n_test / n_bins:.2g} per bin: the "
+            "ECE is mostly noise."
         )
     return found
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _on_scores(comparison: Comparison) -> list[str]:
@@ -147,8 +168,10 @@ def _on_scores(comparison: Comparison) -> list[str]:
             found.append(f"{one.label}: {' and '.join(one.scaling.at_border_)}.")
         if test.memory is not None:
             found += remarks_on_bins(one, test.memory)
-    temperature, focal = of_grid["temperature", "ece"], of_grid["focal-temperature", "ece"]
-    if not comparison.same_samples and temperature.test is not None and focal.test is not None:
+    temperature, focal = of_grid.get(("temperature", "ece")), of_grid.get(("focal-temperature", "ece"))
+    if comparison.same_samples or temperature is None or focal is None:
+        return found
+    if temperature.test is not None and focal.test is not None:
         assert focal.scaling is not None
         estimator = focal.scaling.estimator
         name = f"ece_{estimator}"

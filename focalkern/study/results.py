@@ -22,6 +22,7 @@ __all__ = [
     "Intervals",
     "JudgedComparison",
     "at_bound",
+    "hidden_results",
     "print_score",
     "scored",
 ]
@@ -282,6 +283,12 @@ class JudgedComparison(Comparison):
     verdict: Verdict
     remarks: tuple[str, ...]
     accept: AcceptThreshold | None = None
+
+
+def hidden_results(comparison: Comparison) -> list[CalibratorResult]:
+    """The results that the printed table leaves out, the last ones: the paper's choices by ECE beside the automatic."""
+    is_shown = comparison.criterion == "ece" or comparison.cross_validation is None
+    return [] if is_shown else [one for one in comparison.results if one.criterion == "ece"]
 
 
 def print_score(value: float) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "Scaling",
     "StreamedSamples",
     "as_samples",
+    "count_rows",
     "describe_samples",
     "describe_source",
     "describe_test",
@@ -345,19 +346,23 @@ def wants_streaming(paths: Sequence[str | None]) -> bool:
     return False
 
 
+def count_rows(count: int, kind: str = "") -> str:
+    """``5,000 rows``; with the kind ``"test "`` it is ``1 test row``."""
+    return f"{count:,} {kind}row{'s' * (count != 1)}"
+
+
 def describe_samples(samples: Samples | LogitSet) -> str:
     """``5,000 validation rows``."""
-    name = {"val": "validation ", "test": "test "}.get(samples.name, "")
-    return f"{len(samples):,} {name}rows"
+    return count_rows(len(samples), {"val": "validation ", "test": "test "}.get(samples.name, ""))
 
 
 def describe_source(samples: Samples, name: str = "") -> str:
     """``5,000 rows of 10 classes, logits: logits.npz``; ``name`` replaces the first two words."""
     part = f" ({samples.part})" if samples.part else ""
-    subject = name or f"{len(samples):,} rows"
+    subject = name or count_rows(len(samples))
     return f"{subject}{part} of {samples.n_classes} classes, {samples.kind}: {samples.source}"
 
 
 def describe_test(test: Samples, same_samples: bool) -> str:
     """``on 5,000 test rows``."""
-    return f"on {len(test):,} {'validation' if same_samples else 'test'} rows"
+    return f"on {count_rows(len(test), 'validation ' if same_samples else 'test ')}"

@@ -10,7 +10,8 @@ from focalkern.calibrators import Calibrator
 from focalkern.study.report.export import evidence, to_json, to_records
 from focalkern.study.report.page import write_report
 from focalkern.study.report.tables import format_table, headline, table_in_html
-from focalkern.study.results import JudgedComparison
+from focalkern.study.results import JudgedComparison, hidden_results
+from focalkern.study.samples import count_rows
 
 if TYPE_CHECKING:
     import pandas
@@ -113,8 +114,7 @@ class Study(JudgedComparison):
             ImportError: tabulate is not installed.
         """
         names = None if flag("Study.table", "all", all) else headline(self.estimator)
-        whole = all or self.criterion == "ece" or self.cross_validation is None
-        hidden = [] if whole else [one for one in self.results if one.criterion == "ece"]
+        hidden = [] if all else hidden_results(self)
         flag("Study.table", "legend", legend)
         return format_table(self.results, self.chosen, self.intervals, names=names, hidden=hidden, legend=legend)
 
@@ -175,7 +175,7 @@ class Study(JudgedComparison):
 
     def __repr__(self) -> str:
         use = "nothing" if self.chosen is None else self.chosen.label
-        return f"Study({len(self.results)} results on {len(self.test)} rows, use {use})"
+        return f"Study({len(self.results)} results on {count_rows(len(self.test))}, use {use})"
 
     def _repr_html_(self) -> str:
         return table_in_html(self)

@@ -171,6 +171,18 @@ def test_few_rows_per_bin_cause_a_note(tmp_path, run):
     assert "6 validation rows in 15 bins are about 0.4 per bin" in out
 
 
+def test_a_single_row_is_singular(tmp_path, run):
+    logits, labels = sample(400, 0)
+    one = {"test_logits": logits[:1], "test_labels": labels[:1]}
+    np.savez(tmp_path / "one.npz", val_logits=logits, val_labels=labels, **one)
+    code, out, err = run("calibrate", tmp_path / "one.npz", *GRID)
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "on 1 test row. " in text and "test 1 row of 5 classes" in text
+    assert "Note: 1 test row in 15 bins is about 0.067 per bin" in text
+    assert "1 rows" not in text and "1 test rows" not in text
+
+
 # -- the other commands ----------------------------------------------------------------------------------------------
 def test_evaluate_prints_every_set(both, run):
     code, out, err = run("evaluate", both)

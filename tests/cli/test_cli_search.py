@@ -191,3 +191,14 @@ def test_a_bound_of_the_search_is_shown_and_noted_once(both, run):
         if method:
             assert text.startswith("Use focal temperature scaling, gamma = 0, T = 1 (at the bound)")
             assert text.count("focal temperature (grid), NLL-optimal: temperature = 1 is the largest") == 1
+
+
+def test_notes_describe_rows_of_the_printed_table(both, run):
+    command = ("calibrate", both, "--temperatures", "0.5:1:0.1", "--gammas", "0", "--bootstrap", "0")
+    words = "temperature, ECE-optimal: temperature = 1 is the largest that was searched"
+    for options, is_shown in (((), False), (("--all",), True), (("--criterion", "ece"), True)):
+        out = " ".join(run(*command, *options)[1].split())
+        assert ("ECE-optimal" in out.split("validation 400 rows")[0]) == (words in out) == is_shown
+    document = run_json(run, *command)
+    assert any(words in remark for remark in document["remarks"])
+    assert row_of(document, "temperature", "ece")["at_border"]

@@ -19,7 +19,7 @@ from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import binary_focal_calibration_map
 from focalkern.study.report.tables import on_validation
 from focalkern.study.results import JudgedComparison
-from focalkern.study.samples import Samples
+from focalkern.study.samples import Samples, count_rows
 from focalkern.study.scores import cell_sums, reliability
 
 __all__ = ["CRITERIA", "Cells", "cells_on", "make_explorer", "subsampled_grid"]
@@ -274,7 +274,7 @@ def _bins(bins: metrics.ReliabilityBins) -> list[tuple[int, int, float]]:
 
 
 def _describe_rows(comparison: JudgedComparison) -> str:
-    return f"{len(comparison.test)} {'validation' if comparison.same_samples else 'test'} rows"
+    return count_rows(len(comparison.test), "validation " if comparison.same_samples else "test ")
 
 
 def _in_table(name: str) -> str:

@@ -18,7 +18,7 @@ from focalkern.study.results import (
     JudgedComparison,
     print_score,
 )
-from focalkern.study.samples import SCORES, describe_samples, describe_source
+from focalkern.study.samples import SCORES, count_rows, describe_samples, describe_source
 
 __all__ = [
     "class_tables",
@@ -221,7 +221,7 @@ def describe_search(comparison: Comparison) -> str:
 
 def on_validation(comparison: Comparison) -> str:
     """``on the 5,000 validation rows``."""
-    return f"on the {len(comparison.validation):,} validation rows"
+    return f"on the {count_rows(len(comparison.validation), 'validation ')}"
 
 
 def class_tables(calibrator: Any) -> list[html.Table]:
