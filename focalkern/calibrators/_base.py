@@ -14,10 +14,16 @@ from torch import Tensor
 from focalkern._atomic import write_atomically
 from focalkern._checks import path_text, short
 from focalkern._devices import cpu_by_default, one_thread
-from focalkern._diagnostics import input_problems, label_problems, one_logit_problems, refuse_probs
+from focalkern._diagnostics import (
+    input_problems,
+    label_problems,
+    likely_sum,
+    one_logit_problems,
+    refuse_probs,
+)
 from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_document, to_document
 from focalkern.calibrators._fit_data import FitData, as_rows
-from focalkern.calibrators._fitted import Fitted, Layout
+from focalkern.calibrators._fitted import TEMPORARY, Fitted, Layout
 from focalkern.calibrators._inputs import floored_input, widened
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
@@ -81,6 +87,7 @@ class Calibrator(Fitted):
             of_input = one_logit_problems(rows.input[:, 1]) if self.input_kind == "logits" else []
         self.warnings_ = (*of_input, *label_problems(rows.input, rows.target), *self.warnings_)
         warn(type(self).__name__, self.warnings_)
+        self._look_at_next(self.input_kind == "logits" and not likely_sum(rows.input))
         return self
 
     def fit_quietly(
@@ -204,10 +211,12 @@ class Calibrator(Fitted):
         document = read_document(path_text(cls.__name__, "path", path))
         if document["method"] != cls.method:
             raise ValueError(f"{path}: expected a calibrator of method {cls.method!r}, found {document['method']!r}")
-        return from_document(path, document)  # type: ignore[return-value]
+        loaded = from_document(path, document)
+        loaded._look_at_next(loaded.input_kind == "logits")
+        return loaded  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name != "_made_for"}
+        state = {name: value for name, value in vars(self).items() if name not in TEMPORARY}
         return {**state, "_format_version": FORMAT_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -312,4 +321,6 @@ def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
         ('TemperatureScaling', 2.8854)
     """
     path = path_text("load_calibrator", "path", path)
-    return cast(Calibrator, from_document(path, read_document(path)))
+    loaded = cast(Calibrator, from_document(path, read_document(path)))
+    loaded._look_at_next(loaded.input_kind == "logits")
+    return loaded

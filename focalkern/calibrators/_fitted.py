@@ -11,15 +11,20 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor
 from focalkern._devices import cpu_by_default
+from focalkern._diagnostics import likely_sum
 from focalkern.calibrators._fit_data import as_floating, check_input, check_values, labels_array, weighted_mean
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._modules import ClassAxis, FlooredInput
 from focalkern.calibrators._parameters import Parameters
+from focalkern.calibrators._warnings import warn
 
-__all__ = ["BY_METHOD", "Fitted", "Layout", "NotFittedError", "renamed"]
+__all__ = ["BY_METHOD", "TEMPORARY", "Fitted", "Layout", "NotFittedError", "renamed"]
 
 
 _FEW = 4096
+
+_UNSEEN = "_unseen"
+TEMPORARY = ("_made_for", _UNSEEN)  # attributes of a fit that are neither pickled nor saved
 
 BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator class, by its "method" in JSON files
 
@@ -91,6 +96,9 @@ class Fitted(Parameters):
         Returns:
             Probabilities of the same shape ([..., 2] for one logit): a tensor for a tensor, on its device; a NumPy
             array for anything else.
+
+        Warns:
+            CalibrationWarning: once, if ``fit`` took logits and the first rows look like probabilities.
 
         Raises:
             NotFittedError: call ``fit`` or ``load`` first.
@@ -250,7 +258,8 @@ class Fitted(Parameters):
         """Replaces all attributes of an earlier fit."""
         for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
             delattr(self, name)
-        vars(self).pop("_made_for", None)
+        for name in TEMPORARY:
+            vars(self).pop(name, None)
         vars(self).update(fitted)
         self.n_classes_, self._names, self.one_logit_, self.dense_ = layout
         self.n_samples_, self.input_floor_ = n_samples, floor
@@ -296,7 +305,24 @@ class Fitted(Parameters):
             raise ValueError(
                 f"{name}: logits must have the {self.n_classes_} classes of fit, got shape {list(input.shape)}"
             )
+        if _UNSEEN in vars(self) and input.numel() > self.n_classes_:  # a single row may look like anything
+            self._look_at(input)
         return input
+
+    def _look_at(self, input: Tensor) -> None:
+        """Warns, once, if the first rows to predict look like probabilities."""
+        self._look_at_next(False)
+        total = likely_sum(input.detach().reshape(-1, self.n_classes_))
+        if total:
+            what = "probabilities" if total == 1 else "percentages"
+            words = f"the rows to predict look like {what}, but fit took logits: pass logits, or fit again with "
+            warn(type(self).__name__, [f"{words}input_kind='probs'"])
+
+    def _look_at_next(self, look: bool) -> None:
+        """Whether the next rows to predict may cause the warning about rows that look like probabilities."""
+        vars(self).pop(_UNSEEN, None)
+        if look:
+            vars(self)[_UNSEEN] = True
 
     def _applied(self, logits: Any, *, log: bool) -> Tensor:
         input = self._of_fit(logits)

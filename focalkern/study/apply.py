@@ -78,6 +78,8 @@ def apply_calibrator(
         raise InputError(f"{out}: expected a name that ends in {', '.join(OUTPUTS)}, found {suffix or 'no suffix'!r}")
     where = calibrator if not isinstance(calibrator, Calibrator) else "the calibrator"
     fitted = calibrator if isinstance(calibrator, Calibrator) else load_calibrator(calibrator)
+    if fitted is not calibrator:  # the kind of the rows is checked here
+        fitted._look_at_next(False)
     columns = () if isinstance(calibrator, Calibrator) else columns_of_fit(read_document(calibrator))
     kind = getattr(fitted, "input_kind", "logits")
     sets = open_unlabelled(source, input_kind, logits_key, storage_options)

@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import pickle
 import warnings
 
 import numpy as np
@@ -215,3 +216,35 @@ def test_a_start_near_the_optimum_finds_it_sooner():
     assert near.best_value_ == pytest.approx(whole.best_value_, rel=1e-12)
     assert near.n_cells_ < whole.n_cells_ / 5
     assert "near" not in " ".join(vars(near))
+
+
+def test_probabilities_after_a_fit_on_logits_cause_one_warning(tmp_path):
+    logits, target = sample(100)
+    probs = logits.softmax(-1)
+    for calibrator in (TemperatureScaling(), fk.RobustTemperatureScaling(), fk.AutoCalibrator()):
+        calibrator.fit(logits, target)
+        calibrator.predict_proba(probs[:1])  # a single row may look like anything
+        with pytest.warns(fk.CalibrationWarning) as said:
+            calibrator.predict_proba(probs)
+        (words,) = [str(one.message) for one in said]
+        assert words.startswith(f"{type(calibrator).__name__}: the rows to predict look like probabilities, but fit")
+        again = pickle.loads(pickle.dumps(calibrator))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            calibrator.predict_proba(probs)
+            again.predict_log_proba(probs)
+            calibrator.fit_quietly(logits, target).predict(probs)
+            calibrator.fit(logits, target)
+        with pytest.warns(fk.CalibrationWarning, match="look like percentages"):
+            calibrator.predict(100 * probs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrator = TemperatureScaling().fit(logits, target)
+        calibrator.predict_proba(logits)
+        calibrator.predict_proba(probs)  # only the first rows are looked at
+        TemperatureScaling(input_kind="probs").fit(probs, target).predict_proba(probs)
+        TemperatureScaling(input_kind="logits").fit(probs, target).predict_proba(probs)  # as asked for
+    calibrator.save(tmp_path / "calibrator.json")
+    loaded = fk.load_calibrator(tmp_path / "calibrator.json")
+    with pytest.warns(fk.CalibrationWarning, match="look like probabilities"):
+        loaded.predict_proba(probs)
