@@ -80,8 +80,7 @@ class Verdict:
         )
 
     def sentences(self) -> tuple[str, ...]:
-        """A problem of the data, recommendation, reason, then cost or first warning; with ``accept_risk`` also the
-        threshold.
+        """A problem of the data, recommendation, reason, cost or first warning, and the threshold of accepted rows.
 
         Returns:
             One to five sentences.

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import torch
 
-from focalkern._diagnostics import input_notes, input_problems, label_problems, pair_problems
+from focalkern._diagnostics import input_notes, input_problems, pair_problems
 from focalkern.files import LogitSet
 from focalkern.study.intervals import DEFAULT_RESAMPLES
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals, JudgedComparison, hidden_results
-from focalkern.study.samples import Samples, count_rows, describe_samples
+from focalkern.study.samples import Samples, about_rows, count_rows, data_problem, describe_samples
 from focalkern.study.scores import facts
 
-__all__ = ["data_problem", "printed_remarks", "remarks", "remarks_on_bins", "remarks_on_samples"]
+__all__ = ["printed_remarks", "remarks", "remarks_on_bins", "remarks_on_samples"]
 
 
 def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tuple[str, ...]:
@@ -79,22 +79,10 @@ def remarks_on_samples(samples: Samples) -> list[str]:
     input, _ = samples.sample()
     notes = input_notes(input) if samples.kind == "logits" else []
     problem = data_problem(samples)
-    found.extend(f"{_about(samples)}: {words}." for words in input_problems(input, samples.kind))
+    found.extend(f"{about_rows(samples)}: {words}." for words in input_problems(input, samples.kind))
     found.extend([problem] if problem else [])
-    found.extend(f"{_about(samples)}: {words}." for words in notes)
+    found.extend(f"{about_rows(samples)}: {words}." for words in notes)
     return found
-
-
-def data_problem(samples: Samples) -> str:
-    """A sentence on labels or columns that cannot be right; empty if there is none."""
-    return "".join(f"{_about(samples)}: {words}." for words in label_problems(*samples.sample()))
-
-
-def _about(samples: Samples) -> str:
-    """The rows that a remark is about."""
-    of_rows = f"{samples.source}{f' ({samples.part})' if samples.part else f', {samples.name}' if samples.name else ''}"
-    n_rows = len(samples.sample()[1])
-    return f"{of_rows} ({n_rows:,} of its rows)" if n_rows < len(samples) else of_rows
 
 
 def _on_both_samples(validation: Samples, test: Samples) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import short
+from focalkern._diagnostics import label_problems
 from focalkern._progress import ProgressBar
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
 from focalkern.files import LogitSet
@@ -27,8 +28,10 @@ __all__ = [
     "Samples",
     "Scaling",
     "StreamedSamples",
+    "about_rows",
     "as_samples",
     "count_rows",
+    "data_problem",
     "describe_samples",
     "describe_source",
     "describe_test",
@@ -366,3 +369,15 @@ def describe_source(samples: Samples, name: str = "") -> str:
 def describe_test(test: Samples, same_samples: bool) -> str:
     """``on 5,000 test rows``."""
     return f"on {count_rows(len(test), 'validation ' if same_samples else 'test ')}"
+
+
+def data_problem(samples: Samples) -> str:
+    """A sentence on labels or columns that cannot be right; empty if there is none."""
+    return "".join(f"{about_rows(samples)}: {words}." for words in label_problems(*samples.sample()))
+
+
+def about_rows(samples: Samples) -> str:
+    """The rows that a remark is about."""
+    of_rows = f"{samples.source}{f' ({samples.part})' if samples.part else f', {samples.name}' if samples.name else ''}"
+    n_rows = len(samples.sample()[1])
+    return f"{of_rows} ({n_rows:,} of its rows)" if n_rows < len(samples) else of_rows

@@ -16,9 +16,8 @@ from focalkern.calibrators._verdict import (
     sentence,
 )
 from focalkern.metrics import AcceptThreshold, accept_threshold
-from focalkern.study.remarks import data_problem
 from focalkern.study.results import CalibratorResult, Comparison, at_bound, print_score
-from focalkern.study.samples import SCORES, describe_test
+from focalkern.study.samples import SCORES, data_problem, describe_test
 
 __all__ = ["accept_rows", "judge"]
 
