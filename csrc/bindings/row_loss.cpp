@@ -10,7 +10,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -115,8 +114,7 @@ bool is_direct(const Inputs& inputs, const Tensor& grad) {
 // torch::autograd::Function would do the same in 15,000 instructions more per step, a third of a small batch.
 struct RowLossBackward : torch::autograd::Node {
   Options options;
-  torch::autograd::SavedVariable input, target, gamma, edges, weight, saved;
-  torch::autograd::SavedVariable gradient;  // of focal_loss_with_gradient, in place of `saved`
+  torch::autograd::SavedVariable input, target, gamma, edges, weight, saved, gradient;  // one of the last two
 
   std::string name() const override { return "RowLossBackward"; }
 
@@ -149,7 +147,7 @@ struct RowLossBackward : torch::autograd::Node {
     const Inputs inputs{z, y, g, table, weights};
     const at::AutoDispatchBelowADInplaceOrView guard;
     if (ready.defined()) {
-      if (needed[0]) result[0] = at::mul(ready, grad);
+      if (needed[0]) result[0] = ready.mul(grad);
       return result;
     }
     auto gradients = is_direct(inputs, grad) ? backward_kernel(grad, inputs, numbers, options, needed)
@@ -193,11 +191,22 @@ std::tuple<Tensor, Tensor> forward_autograd(const Inputs& inputs, const Options&
   return outputs;
 }
 
-// One call in place of two, for compiled graphs of small batches, where the two calls take most of the time.
+// One call in place of two, for compiled graphs of small batches, where the two calls take most of the time. gamma is a
+// number, for which such a graph would else write a tensor.
+template <auto function>
+std::tuple<Tensor, Tensor> unpacked_number(const Tensor& input, const Tensor& target, double gamma,
+                                           const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+                                           double label_smoothing, bool detach_modulation, int64_t kind,
+                                           double epsilon) {
+  auto options =
+      options_of(reduction, ignore_index, label_smoothing, detach_modulation, /*float32_loss=*/false, kind, epsilon);
+  options.gamma = gamma;
+  return function(Inputs{input, target, /*gamma=*/Tensor(), /*edges=*/std::nullopt, weight}, options);
+}
+
 std::tuple<Tensor, Tensor> loss_with_gradient(const Inputs& inputs, const Options& options) {
   const auto [loss, saved] = forward<Cpu>(inputs, options);
-  const Tensor one = at::ones_like(loss);
-  return {loss, std::get<0>(backward<Cpu>(one, inputs, saved, options, {true, false, false}))};
+  return {loss, std::get<0>(backward<Cpu>(at::ones_like(loss), inputs, saved, options, {true, false, false}))};
 }
 
 std::tuple<Tensor, Tensor> loss_with_gradient_meta(const Inputs& inputs, const Options& options) {
@@ -205,12 +214,14 @@ std::tuple<Tensor, Tensor> loss_with_gradient_meta(const Inputs& inputs, const O
 }
 
 std::tuple<Tensor, Tensor> loss_with_gradient_autograd(const Inputs& inputs, const Options& options) {
-  static const auto op = find_operator<ForwardSignature>("focalkern::focal_loss_with_gradient");
-  TORCH_CHECK_VALUE(!inputs.target.requires_grad() && !inputs.gamma.requires_grad(),
-                    "focal_loss_with_gradient: only input may require grad");
+  using Signature = decltype(unpacked_number<&loss_with_gradient_meta>);
+  static const auto op = find_operator<Signature>("focalkern::focal_loss_with_gradient");
+  TORCH_CHECK_VALUE(!inputs.target.requires_grad(), "focal_loss_with_gradient: only input may require grad");
   auto outputs = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_packed(op, inputs, options);
+    return op.call(inputs.input, inputs.target, options.gamma, inputs.weight, options.reduction, options.ignore_index,
+                   options.label_smoothing, options.detach_modulation, static_cast<int64_t>(options.kind),
+                   options.epsilon);
   }();
   record(std::get<0>(outputs), /*saved=*/{}, inputs, options, std::get<1>(outputs));
   return outputs;
@@ -373,10 +384,12 @@ void register_focal_loss(torch::Library& definitions, pybind11::module_& module)
   definitions.impl("focal_loss_backward",
                    torch::dispatch(DispatchKey::Meta, &unpacked_backward<&with_placeholders<&backward_meta>>));
   definitions.impl("focal_loss_forward", torch::dispatch(DispatchKey::Autograd, &unpacked<&forward_autograd>));
-  definitions.impl("focal_loss_with_gradient", torch::dispatch(DispatchKey::CPU, &unpacked<&loss_with_gradient>));
-  definitions.impl("focal_loss_with_gradient", torch::dispatch(DispatchKey::Meta, &unpacked<&loss_with_gradient_meta>));
   definitions.impl("focal_loss_with_gradient",
-                   torch::dispatch(DispatchKey::Autograd, &unpacked<&loss_with_gradient_autograd>));
+                   torch::dispatch(DispatchKey::CPU, &unpacked_number<&loss_with_gradient>));
+  definitions.impl("focal_loss_with_gradient",
+                   torch::dispatch(DispatchKey::Meta, &unpacked_number<&loss_with_gradient_meta>));
+  definitions.impl("focal_loss_with_gradient",
+                   torch::dispatch(DispatchKey::Autograd, &unpacked_number<&loss_with_gradient_autograd>));
 
   module.def("focal_loss", &focal_loss_entry);
   module.def("row_loss", &row_loss_entry);

@@ -8,9 +8,9 @@ inline constexpr const char* kFocalLossForwardSchema =
     "reduction, int ignore_index, float label_smoothing, bool detach_modulation, bool float32_loss, int "
     "kind=0, float epsilon=0.0) -> (Tensor loss, Tensor saved)";
 inline constexpr const char* kFocalLossWithGradientSchema =
-    "focal_loss_with_gradient(Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, int "
-    "reduction, int ignore_index, float label_smoothing, bool detach_modulation, bool float32_loss, int "
-    "kind=0, float epsilon=0.0) -> (Tensor loss, Tensor grad_input)";
+    "focal_loss_with_gradient(Tensor input, Tensor target, float gamma, Tensor? weight, int reduction, int "
+    "ignore_index, float label_smoothing, bool detach_modulation, int kind, float epsilon) -> (Tensor loss, "
+    "Tensor grad_input)";
 inline constexpr const char* kFocalLossBackwardSchema =
     "focal_loss_backward(Tensor grad, Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? "
     "weight, Tensor saved, int reduction, int ignore_index, float label_smoothing, bool detach_modulation, "

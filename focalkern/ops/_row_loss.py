@@ -168,9 +168,6 @@ def call_operator(
 ) -> Tensor:
     """The call through torch's dispatcher, for compiled and exported graphs and tensor subclasses, which see only
     operators."""
-    if not isinstance(gamma, Tensor):
-        # A tensor, not a constant of the graph, so that another value does not compile again.
-        gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
     device_type = input.device.type
     is_half = input.dtype in HALVES
     float32_loss = is_half and autocast_is_on(device_type)
@@ -180,17 +177,20 @@ def call_operator(
             input = input.to(common)
         float32_loss = is_half and common == torch.float32
     options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
+    # A tensor, not a constant of the graph, so that another value does not compile again.
+    gamma_tensor = gamma if isinstance(gamma, Tensor) else torch.zeros((), dtype=torch.float64, device="cpu") + gamma
     has_kernel = row_loss_of(kind).has_kernel(label_smoothing, device_type)
     if torch._C._are_functorch_transforms_active() or not has_kernel:
-        return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
-    computes_gradient = _computes_gradient(input, target, gamma, reduction)
-    operators = torch.ops.focalkern
-    forward = operators.focal_loss_with_gradient if computes_gradient else operators.focal_loss_forward
-    loss: Tensor = forward(input, target, gamma, edges, weight, *options)[0]
+        return torch.ops.focalkern.focal_loss_composite(input, target, gamma_tensor, edges, weight, *options)
+    if not isinstance(gamma, Tensor) and _computes_gradient(input, target, gamma, reduction):
+        numbers = (reduction, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
+        loss, _ = torch.ops.focalkern.focal_loss_with_gradient(input, target, float(gamma), weight, *numbers)
+        return loss
+    loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma_tensor, edges, weight, *options)
     return loss
 
 
-def _computes_gradient(input: Tensor, target: Tensor, gamma: Tensor, reduction: int) -> bool:
+def _computes_gradient(input: Tensor, target: Tensor, gamma: float, reduction: int) -> bool:
     """Whether the forward pass of a compiled graph also computes the gradient, which the backward pass multiplies.
 
     For small batches on the CPU the second call of an operator takes more time than the multiplication. In half
@@ -204,8 +204,10 @@ def _computes_gradient(input: Tensor, target: Tensor, gamma: Tensor, reduction: 
         and torch.is_grad_enabled()
         and input.is_cpu
         and input.requires_grad
+        and not target.requires_grad
         and input.dtype in (torch.float32, torch.float64)
         and reduction >= _MEAN
-        and not (target.requires_grad or gamma.requires_grad)
+        # A number that may change without a compilation is neither.
+        and (statically_known_true(gamma < 1) or statically_known_true(gamma >= 1))
         and statically_known_true(input.numel() <= _MOST_IN_ONE_CALL)
     )

@@ -125,7 +125,7 @@ def test_autocast_takes_bfloat16_logits_as_they_are(device):
         assert fk.focal_loss(z.double(), target).dtype == F.cross_entropy(z.double(), target).dtype
 
 
-def _operators_of(function, *arguments, dynamic=False):
+def _operators_of(function, *arguments, dynamic=None):
     """The results of the compiled function, and names of focalkern's operators in its graphs, forward and backward."""
     names = []
 
@@ -149,10 +149,11 @@ def test_one_operator_for_loss_and_gradient_of_a_small_batch(dynamo, dtype):
     target, weight = torch.randint(5, (6,)), torch.rand(5)
     for t, gamma, options in (
         (target, 2.0, {}),
-        (target, TABLE, {"weight": weight, "reduction": "sum"}),
-        (torch.rand(6, 5).softmax(1).to(dtype), torch.rand(6), {"label_smoothing": 0.1}),
+        (target, -1.5, {"weight": weight, "reduction": "sum"}),
+        (torch.rand(6, 5).softmax(1).to(dtype), 0, {"label_smoothing": 0.1}),
         (target, 1.0, {"modulation": "confidence", "ignore_index": 1}),
     ):
+        dynamo.reset()  # another gamma is no constant
         function = functools.partial(fk.focal_loss, target=t, gamma=gamma, **options)
         loss, names = _operators_of(lambda z, function=function: function(z), z)
         assert names == _TOGETHER
@@ -168,16 +169,19 @@ def test_one_operator_for_loss_and_gradient_of_a_small_batch(dynamo, dtype):
 def test_two_operators_where_one_would_not_pay(dynamo, monkeypatch):
     z, target = torch.randn(6, 5, requires_grad=True), torch.randint(5, (6,))
 
-    def names_of(z, gamma=2.0, dynamic=False, **options):
+    def names_of(z, gamma=2.0, dynamic=None, **options):
         dynamo.reset()
         loss, names = _operators_of(lambda z: fk.focal_loss(z, target, gamma, **options), z, dynamic=dynamic)
         loss.sum().backward()
         return names
 
-    assert names_of(z) == _TOGETHER
+    for gamma, expected in ((2.0, _TOGETHER), (3.0, _APART)):  # torch takes only the first number for a constant
+        loss, names = _operators_of(lambda z, g=gamma: fk.focal_loss(z, target, g), z)
+        loss.backward()
+        assert names == expected
     assert names_of(leaf(z.bfloat16())) == _APART  # a gradient that is not yet scaled would lose digits
     assert names_of(z, reduction="none") == _APART
-    assert names_of(z, gamma=torch.rand(6, requires_grad=True)) == _APART
+    assert names_of(z, gamma=torch.rand(6)) == names_of(z, gamma=TABLE) == _APART
     assert names_of(z, dynamic=True) == _APART
     assert _operators_of(lambda z: fk.focal_loss(z, target), z.detach())[1] == _APART[:1]  # no gradient is wanted
     monkeypatch.setattr(_row_loss, "_MOST_IN_ONE_CALL", 29)
@@ -189,14 +193,13 @@ def test_the_operator_of_loss_and_gradient_is_differentiable(device):
     if device.type != "cpu":
         pytest.skip("CPU only")
     z = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
-    number = torch.tensor(2.0, dtype=torch.float64)
-    options = (torch.randint(5, (6,)), number, None, None, 1, -100, 0.0, False, False)
+    target, options = torch.randint(5, (6,)), (2.0, None, 1, -100, 0.0, False, 0, 0.0)
     operator = torch.ops.focalkern.focal_loss_with_gradient
-    torch.library.opcheck(operator, (z, *options))
-    assert torch.autograd.gradcheck(lambda z: operator(z, *options)[0], z)
-    assert torch.autograd.gradgradcheck(lambda z: operator(z, *options)[0], z)
+    torch.library.opcheck(operator, (z, target, *options))
+    assert torch.autograd.gradcheck(lambda z: operator(z, target, *options)[0], z)
+    assert torch.autograd.gradgradcheck(lambda z: operator(z, target, *options)[0], z)
     with pytest.raises(ValueError, match="only input may require grad"):
-        operator(z, options[0], leaf(number), *options[2:])
+        operator(z, leaf(z.softmax(1)), *options)
 
 
 def test_meta_tensors_give_shapes():
