@@ -32,9 +32,6 @@ def record(folder: Path, path: Path) -> None:
         sets = two_sets(folder / f"{name}.npz")
         assert sets is not None, name
         validation, test = sets
-        if validation.kind == "probs":  # as in the table of calibrators: probability 0 gives an infinite NLL
-            for one in sets:
-                one.input.clip_(1e-7).div_(one.input.sum(-1, keepdim=True))
         probs = test.input if test.kind == "probs" else test.input.softmax(-1)
         calibrator = fk.AutoCalibrator(input_kind=validation.kind).fit(validation.input, validation.labels)
         for when, found in (("before", probs), ("after", calibrator.predict_proba(test.input))):
