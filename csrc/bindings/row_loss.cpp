@@ -137,7 +137,6 @@ struct RowLossBackward : torch::autograd::Node {
     const bool gamma_is_variable = !table.has_value() && !options.detach_modulation;
     const std::array<bool, 3> needed{task_should_compute_output(0), task_should_compute_output(1) && is_soft_target(y),
                                      task_should_compute_output(2) && gamma_is_variable};
-    const Tensor ready = gradient.unpack();
     if (c10::GradMode::is_enabled()) {
       differentiable_gradients<3>(
           {z, y, g}, needed, grad,
@@ -146,8 +145,9 @@ struct RowLossBackward : torch::autograd::Node {
     }
     const Inputs inputs{z, y, g, table, weights};
     const at::AutoDispatchBelowADInplaceOrView guard;
-    if (ready.defined()) {
-      if (needed[0]) result[0] = ready.mul(grad);
+    if (const Tensor ready = gradient.unpack(); ready.defined()) {
+      // As in the kernels, an ignored row or an upstream gradient of 0 gives 0, whatever the other factor is.
+      if (needed[0]) result[0] = ready.mul(grad).masked_fill(ready.eq(0).logical_or(grad.eq(0)), 0);
       return result;
     }
     auto gradients = is_direct(inputs, grad) ? backward_kernel(grad, inputs, numbers, options, needed)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import focal_cases
 import pytest
@@ -163,6 +164,21 @@ def test_one_operator_for_loss_and_gradient_of_a_small_batch(dynamo, dtype):
             given = torch.tensor(upstream, dtype=dtype)
             found, eager = (torch.autograd.grad(v, z, given, retain_graph=True)[0] for v in (loss, expected))
             assert_close(found, eager)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("upstream", [math.inf, math.nan, 0.0])
+def test_ignored_rows_of_a_small_batch_have_no_gradient(dynamo, upstream):
+    target = torch.tensor([0, -100, 2, -100])
+    z = torch.randn(4, 3, requires_grad=True)
+    broken = leaf(torch.where(target[:, None] == 2, math.nan, z.detach()))
+    for logits in (z, broken):
+        loss, names = _operators_of(lambda z: fk.focal_loss(z, target), logits)
+        (found,) = torch.autograd.grad(loss, logits, torch.tensor(upstream))
+        assert names == _TOGETHER
+        (expected,) = torch.autograd.grad(fk.focal_loss(logits, target), logits, torch.tensor(upstream))
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert torch.equal(found[[1, 3]], torch.zeros(2, 3))
 
 
 @pytest.mark.kernels
