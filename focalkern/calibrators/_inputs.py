@@ -35,7 +35,10 @@ def cannot_occur(input: Tensor, input_kind: str) -> Tensor:
 def floored(log_probs: Tensor, floor: float) -> Tensor:
     r"""\log((1 - \text{floor})\, p + \text{floor} / C), of log p [..., C]."""
     least = log_probs.new_full((), math.log(floor) - math.log(log_probs.shape[-1]))
-    return torch.logaddexp(log_probs + math.log1p(-floor), least)
+    shares = log_probs + math.log1p(-floor)
+    if torch._C._is_tracing():  # for ONNX: torch's exporter by tracing has no logaddexp
+        return torch.maximum(shares, least) + torch.log1p(torch.exp(-(shares - least).abs()))
+    return torch.logaddexp(shares, least)
 
 
 def floored_input(input: Tensor, floor: float, input_kind: str) -> Tensor:

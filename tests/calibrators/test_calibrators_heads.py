@@ -214,6 +214,9 @@ def test_the_module_of_independent_labels(scaling, kind, fused, device):
         assert module.half().temperatures.tolist() == calibrator.temperatures_.tolist()
     program = torch.export.export(module.eval(), (input.to(device),))
     assert_close(program.module()(input.to(device)), module(input.to(device)))
+    if fused or not hasattr(calibrator, "gammas_"):
+        with pytest.raises(ValueError, match=r"\[300, 8\]"):
+            module(input.to(device).repeat(1, 2))
 
 
 @scalings
