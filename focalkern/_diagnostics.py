@@ -49,7 +49,7 @@ def likely_sum(logits: Tensor) -> int:
 def remedy_for_sum(row: Tensor) -> str:
     """The remedy for probabilities [C] of a wrong sum, for the end of an error; empty if none is likely."""
     if _sum_to(row[None], 100, _ROUNDED):
-        return "; divide percentages by 100"
+        return "; divide each row by its sum"
     rounded = _sum_to(row[None], 1, _ROUNDED)
     return "; keep more digits of rounded probabilities, or divide each row by its sum" if rounded else ""
 
@@ -70,7 +70,7 @@ def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
             f"{op}: {name} must not be predicted classes, got one-hot rows; pass the model's logits or probabilities, "
             "or input_kind='logits' if these are logits"
         )
-    what, first = ("probabilities", "pass") if total == 1 else ("percentages", "divide them by 100 and pass")
+    what, first = ("probabilities", "pass") if total == 1 else ("percentages", "divide each row by its sum and pass")
     raise ValueError(
         f"{op}: {name} must not be {what} without input_kind, got non-negative rows that sum to {total}; {first} "
         "input_kind='probs', or input_kind='logits' if these are logits"
@@ -172,14 +172,14 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
     if right <= 0.5 * n_rows:  # these are true in other rows than the requested one
         second = input.scatter(1, top.unsqueeze(1), -math.inf).argmax(-1)
         untied = input.amax(-1) > input.amin(-1)
-        readings[:0] = [
-            (top + 1 == labels, "the labels are one too high (the first class is 0)"),
-            (top - 1 == labels, "the labels are one too low (the first class is 0)"),
-        ]
-        readings += [
-            ((input.argmin(-1) == labels) & untied, "the sign of the logits is reversed (losses or distances)"),
-            (second == labels, "two columns are swapped, or the logits of one class are too high"),
-        ]
+        # Labels in which the first or the last class occurs cannot be shifted.
+        if int(labels.amin()) > 0:
+            readings.insert(0, (top + 1 == labels, "the labels are one too high (the first class is 0)"))
+        if int(labels.amax()) < n_classes - 1:
+            readings.insert(0, (top - 1 == labels, "the labels are one too low (the first class is 0)"))
+        readings.append((second == labels, "two columns are swapped, or the logits of one class are too high"))
+        reversed_sign = (input.argmin(-1) == labels) & untied
+        readings.append((reversed_sign, "the sign of the logits is reversed (losses or distances)"))
     best = max(readings, key=lambda reading: int(reading[0].sum()))
     better = int(best[0].sum()) / n_rows
     order = _other_order(top, labels, n_classes, right)
@@ -200,7 +200,7 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
     if at_chance and of_minorities >= _ENOUGH_FOR_CHANCE and not _informative(input, labels):
         return [
             f"the label has the largest logit in {found}, no more than chance ({chance:.1%}): labels and logits have "
-            "different row orders, or come from different data sets"
+            "different row orders or come from different data sets, or the model is hardly better than chance"
         ]
     # A mostly accurate model predicts the class as often as the others, but the class never occurs as a label.
     never = (present == 0) & (predicted >= max(20.0, 0.7 * n_rows / n_classes))

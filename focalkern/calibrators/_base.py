@@ -23,7 +23,7 @@ from focalkern._diagnostics import (
 )
 from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_document, to_document
 from focalkern.calibrators._fit_data import FitData, as_rows
-from focalkern.calibrators._fitted import TEMPORARY, Fitted, Layout
+from focalkern.calibrators._fitted import Fitted, Layout
 from focalkern.calibrators._inputs import floored_input, widened
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
@@ -216,7 +216,7 @@ class Calibrator(Fitted):
         return loaded  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in TEMPORARY}
+        state = {name: value for name, value in vars(self).items() if name != "_made_for"}
         return {**state, "_format_version": FORMAT_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

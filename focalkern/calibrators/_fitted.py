@@ -18,13 +18,12 @@ from focalkern.calibrators._modules import ClassAxis, FlooredInput
 from focalkern.calibrators._parameters import Parameters
 from focalkern.calibrators._warnings import warn
 
-__all__ = ["BY_METHOD", "TEMPORARY", "Fitted", "Layout", "NotFittedError", "renamed"]
+__all__ = ["BY_METHOD", "Fitted", "Layout", "NotFittedError", "renamed"]
 
 
 _FEW = 4096
 
 _UNSEEN = "_unseen"
-TEMPORARY = ("_made_for", _UNSEEN)  # attributes of a fit that are neither pickled nor saved
 
 BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator class, by its "method" in JSON files
 
@@ -258,7 +257,7 @@ class Fitted(Parameters):
         """Replaces all attributes of an earlier fit."""
         for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
             delattr(self, name)
-        for name in TEMPORARY:
+        for name in ("_made_for", _UNSEEN):
             vars(self).pop(name, None)
         vars(self).update(fitted)
         self.n_classes_, self._names, self.one_logit_, self.dense_ = layout
@@ -315,8 +314,8 @@ class Fitted(Parameters):
         total = likely_sum(input.detach().reshape(-1, self.n_classes_))
         if total:
             what = "probabilities" if total == 1 else "percentages"
-            words = f"the rows to predict look like {what}, but fit took logits: pass logits, or fit again with "
-            warn(type(self).__name__, [f"{words}input_kind='probs'"])
+            words = f"the rows to predict look like {what}, but fit took logits: pass logits, or fit again on "
+            warn(type(self).__name__, [f"{words}probabilities with input_kind='probs'"])
 
     def _look_at_next(self, look: bool) -> None:
         """Whether the next rows to predict may cause the warning about rows that look like probabilities."""

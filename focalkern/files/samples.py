@@ -199,7 +199,7 @@ def check_input_kind(
     """Raises if ``input_kind`` is None and the logits look like probabilities or percentages."""
     total = likely_sum(input) if input_kind is None and kind == "logits" else 0
     if total:
-        what, first = ("probabilities", []) if total == 1 else ("percentages", ["them divided by 100 with"])
+        what, first = ("probabilities", []) if total == 1 else ("percentages", ["each row divided by its sum with"])
         raise InputError(
             f"{source}: {input_name}",
             "logits",

@@ -107,15 +107,15 @@ def test_percentages_are_refused_unless_logits_was_said(calibrator):
     logits, target = sample()
     percent = 100 * logits.softmax(-1)
     words = (
-        "logits must not be percentages without input_kind, got non-negative rows that sum to 100; divide them by 100 "
-        "and pass input_kind='probs', or input_kind='logits'"
+        "logits must not be percentages without input_kind, got non-negative rows that sum to 100; divide each row "
+        "by its sum and pass input_kind='probs', or input_kind='logits'"
     )
     with pytest.raises(ValueError, match=f"^{type(calibrator).__name__}: {words}"):
         copy.deepcopy(calibrator).fit(percent, target)
     of_probs = copy.deepcopy(calibrator).set_params(input_kind="probs")
     if isinstance(of_probs, fk.HistogramBinning):
         of_probs.set_params(scaling__input_kind="probs")
-    with pytest.raises(ValueError, match=r"got a sum of 100 at row 0; divide percentages by 100$"):
+    with pytest.raises(ValueError, match=r"got a sum of 100 at row 0; divide each row by its sum$"):
         of_probs.fit(percent, target)
     words = said(copy.deepcopy(calibrator).set_params(input_kind="logits"), percent, target)
     assert words.count("the rows are non-negative and sum to 100: divide percentages by 100") == 1

@@ -1,5 +1,6 @@
 """The warning of a fit: its cause, its words, that it appears once, and that its remedy works."""
 
+import copy
 import math
 import pathlib
 import pickle
@@ -232,7 +233,7 @@ def test_probabilities_after_a_fit_on_logits_cause_one_warning(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             calibrator.predict_proba(probs)
-            again.predict_log_proba(probs)
+            again.predict_log_proba(probs)  # its fit has warned
             calibrator.fit_quietly(logits, target).predict(probs)
             calibrator.fit(logits, target)
         with pytest.warns(fk.CalibrationWarning, match="look like percentages"):
@@ -244,6 +245,9 @@ def test_probabilities_after_a_fit_on_logits_cause_one_warning(tmp_path):
         calibrator.predict_proba(probs)  # only the first rows are looked at
         TemperatureScaling(input_kind="probs").fit(probs, target).predict_proba(probs)
         TemperatureScaling(input_kind="logits").fit(probs, target).predict_proba(probs)  # as asked for
+    for copied in (pickle.loads(pickle.dumps(calibrator.fit(logits, target))), copy.deepcopy(calibrator)):
+        with pytest.warns(fk.CalibrationWarning, match="look like probabilities"):
+            copied.predict_proba(probs)
     calibrator.save(tmp_path / "calibrator.json")
     loaded = fk.load_calibrator(tmp_path / "calibrator.json")
     with pytest.warns(fk.CalibrationWarning, match="look like probabilities"):

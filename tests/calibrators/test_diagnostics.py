@@ -21,6 +21,7 @@ def model(n_rows, n_classes, signal, prior=None, bias=0.0, seed=0):
 
 
 Z, Y = model(1000, 6, 4.0)
+RARE, RARE_LABELS = model(1000, 2, 2.0, prior=torch.tensor([0.95, 0.05]))  # with column 1 too high below
 ORDER = torch.tensor([3, 5, 0, 1, 2, 4])
 
 
@@ -29,13 +30,14 @@ ORDER = torch.tensor([3, 5, 0, 1, 2, 4])
     [
         (Z[Y < 5], Y[Y < 5] + 1, "if the labels are one too high (the first class is 0)"),
         (Z[Y > 0], Y[Y > 0] - 1, "if the labels are one too low (the first class is 0)"),
-        (Z, (Y + 1) % 6, "if the labels are one too high"),
+        (Z, (Y + 1) % 6, "if the columns are reordered"),
         (Z[1:], Y[:-1], "belongs to the row before"),
         (Z[:-1], Y[1:], "belongs to the next row"),
         (-Z, Y, "the sign of the logits is reversed"),
         (Z[:, ORDER], Y, "if the columns are reordered: the columns are not in the order of the class numbers"),
         (Z[:, [1, 0]], (Y == 1).long(), "if "),
         (Z + torch.tensor([50.0, 0, 0, 0, 0, 0]), Y, "the logits of one class are too high"),
+        (RARE + torch.tensor([0.0, 3.0]), RARE_LABELS, "the logits of one class are too high"),
         (Z, Y[torch.randperm(1000, generator=torch.Generator().manual_seed(1))], "no more than chance (16"),
         (Z, torch.where(Y == 2, 4, Y), "class 2 never occurs as a label, but has the largest logit in"),
     ],
@@ -105,7 +107,7 @@ def test_the_command_prints_them(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("Check the data first: ")
     assert said.index("a.npz, val: the label has the largest logit in") < said.index("use temperature scaling")
-    assert said.count("one too high (the first class is 0).") == 2  # the test rows are a note
+    assert said.count("the columns are not in the order of the class numbers.") == 2  # the test rows are a note
     assert "the same 1,000 rows are validation and test rows" in said
 
 

@@ -33,7 +33,7 @@ def test_probabilities_in_a_file_called_logits(read, tmp_path):
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (100 * PROBS, r"; divide percentages by 100$"),
+        (100 * PROBS, r"; divide each row by its sum$"),
         (1.002 * PROBS, r"; keep more digits of rounded probabilities, or divide each row by its sum$"),
         (50 * PROBS, r"that sum to 50 in row 0 \(and 2 more such rows\)$"),
     ],
@@ -49,8 +49,8 @@ def test_percentages_in_a_file_called_logits(read, tmp_path):
     np.save(tmp_path / "logits.npy", 100 * PROBS)
     np.save(tmp_path / "labels.npy", LABELS)
     words = (
-        "logits: expected logits, found non-negative rows that sum to 100, as percentages do; pass them divided by 100 "
-        "with input_kind=probs or, if they are logits, input_kind=logits"
+        "logits: expected logits, found non-negative rows that sum to 100, as percentages do; pass each row "
+        "divided by its sum with input_kind=probs or, if they are logits, input_kind=logits"
     )
     with pytest.raises(InputError, match=f"{words}$"):
         read(tmp_path / "logits.npy")
