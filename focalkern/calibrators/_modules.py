@@ -257,6 +257,6 @@ class PerLabelLogits(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., L], floating point -> calibrated logits [..., L], whose sigmoids are the probabilities."""
-        if input.shape[-1] != len(self.labels):
+        if not torch._C._is_tracing() and input.shape[-1] != len(self.labels):
             raise ValueError(f"PerLabelLogits: input must be [..., {len(self.labels)}], got {list(input.shape)}")
         return torch.stack([module(input[..., label]) for label, module in enumerate(self.labels)], dim=-1)

@@ -202,6 +202,8 @@ def test_one_label_is_a_head_too():
 @scalings
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the number of labels
 def test_the_module_of_independent_labels(scaling, kind, fused, device):
     logits, target = heads()
     input = logits if kind == "logits" else logits.sigmoid()
@@ -214,6 +216,8 @@ def test_the_module_of_independent_labels(scaling, kind, fused, device):
         assert module.half().temperatures.tolist() == calibrator.temperatures_.tolist()
     program = torch.export.export(module.eval(), (input.to(device),))
     assert_close(program.module()(input.to(device)), module(input.to(device)))
+    if isinstance(scaling, StructuredScaling | None) and not fused:
+        assert_close(torch.jit.trace(module, input.to(device))(input.to(device)), module(input.to(device)))
     if fused or not hasattr(calibrator, "gammas_"):
         with pytest.raises(ValueError, match=r"\[300, 8\]"):
             module(input.to(device).repeat(1, 2))
