@@ -192,7 +192,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Inputs& inputs, const Options&
 }
 
 // One call in place of two, for compiled graphs of small batches, where the two calls take most of the time. gamma is a
-// number, for which such a graph would else write a tensor.
+// number: a tensor would take a kernel of the graph that writes it.
 template <auto function>
 std::tuple<Tensor, Tensor> unpacked_number(const Tensor& input, const Tensor& target, double gamma,
                                            const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,

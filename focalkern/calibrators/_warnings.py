@@ -21,10 +21,10 @@ _BLOCK = 1 << 18
 
 
 class CalibrationWarning(UserWarning):
-    """A result of ``fit`` that should be checked before it is used.
+    """A result of ``fit`` that should be checked before it is used, or rows to predict that look like probabilities.
 
-    The optimum lies at a bound of the search, the NLL of the rows is infinite, no calibration would be better, or the
-    labels cannot be right. ``warnings_`` holds the same sentences, each with its remedy or likely cause.
+    After ``fit``: the optimum lies at a bound of the search, the NLL of the rows is infinite, no calibration would be
+    better, or the labels cannot be right. ``warnings_`` holds the same sentences, each with its remedy or likely cause.
 
     Example:
         >>> import warnings
