@@ -200,7 +200,8 @@ def _computes_gradient(input: Tensor, target: Tensor, gamma: float, reduction: i
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # its import takes long
 
     return (
-        not torch.compiler.is_exporting()
+        # torch.compiler.is_exporting is always true in a compiled graph of torch 2.11.
+        not getattr(torch.compiler, "_is_exporting_flag", False)
         and torch.is_grad_enabled()
         and input.is_cpu
         and input.requires_grad
