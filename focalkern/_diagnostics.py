@@ -17,6 +17,7 @@ __all__ = [
     "input_problems",
     "label_problems",
     "likely_sum",
+    "may_be_logits",
     "one_logit_problems",
     "pair_problems",
     "refuse_probs",
@@ -52,6 +53,11 @@ def remedy_for_sum(row: Tensor) -> str:
         return "; divide each row by its sum"
     rounded = _sum_to(row[None], 1, _ROUNDED)
     return "; keep more digits of rounded probabilities, or divide each row by its sum" if rounded else ""
+
+
+def may_be_logits(rows: Tensor) -> bool:
+    """Whether one of the rows [..., C] that should be probabilities has a value that no rounding makes negative."""
+    return bool(((rows < -_ROUNDED) & rows.isfinite()).any())
 
 
 def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
 from focalkern._checks import TO_FLOAT, label, label_range, parsed_float, short
-from focalkern._diagnostics import remedy_for_sum
+from focalkern._diagnostics import may_be_logits, remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
 from focalkern.fallback._checks import sum_tolerance
 
@@ -140,6 +140,7 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
         return
     row = int(bad[0])
     values = rows.reshape(-1, rows.shape[-1])[row].cpu().double()
+    other_kind = "; pass input_kind='logits' if these are logits" if may_be_logits(rows) else ""
     for column, value in enumerate(values.tolist()):
         where = f"at row {row}, class {column}"
         if math.isnan(value):
@@ -147,11 +148,11 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
         if value == math.inf:
             raise ValueError(f"{name}: logits must not be +inf, got inf {where}")
         if input_kind == "probs" and value < 0:
-            raise ValueError(f"{name}: logits must be probabilities, got {value:g} {where}")
+            raise ValueError(f"{name}: logits must be probabilities, got {value:g} {where}{other_kind}")
     if input_kind == "probs":
         raise ValueError(
             f"{name}: logits must be probabilities that sum to 1 within {sum_tolerance(rows.dtype):g}, got a sum of "
-            f"{float(values.sum()):g} at row {row}{remedy_for_sum(values)}"
+            f"{float(values.sum()):g} at row {row}{other_kind}{remedy_for_sum(values)}"
         )
     raise ValueError(f"{name}: logits must have a logit above -inf in every row, got none at row {row}")
 

@@ -111,7 +111,7 @@ def open_unlabelled(
                 sets.setdefault(prefix, []).append(_part(rows_of_tensor(name, kind, tensor), kind, key or "the tensor"))
         else:
             known = ", ".join((*STREAMED, ".csv", ".parquet", ".feather", *ARCHIVES))
-            raise InputError(f"{name}: expected {known}, found {suffix or 'no suffix'!r}")
+            raise InputError(f"{name or 'an empty name'}: expected {known}, found {suffix or 'no suffix'!r}")
     opened = {}
     for prefix, parts in sets.items():
         first = parts[0]

@@ -142,7 +142,7 @@ def _read_file(
     }
     if suffix not in readers and suffix not in tables:
         known = ", ".join([*readers, *tables])
-        raise InputError(f"{source}: expected {known}, found {suffix or 'no suffix'!r}")
+        raise InputError(f"{source or 'an empty name'}: expected {known}, found {suffix or 'no suffix'!r}")
     if labels is not None and suffix != ".npy":
         raise InputError(source, f"no other file of labels, because a {suffix} file has them in it", labels)
     check_file(source)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import TO_FLOAT, label, one_of, parsed_float, path_text, short
-from focalkern._diagnostics import likely_sum, remedy_for_sum
+from focalkern._diagnostics import likely_sum, may_be_logits, remedy_for_sum
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.pixels import class_misfit, label_misfit, place_of_counted, rows_that_count
 
@@ -365,7 +365,8 @@ def check_rows(
         refused = ~((input.amin(1) >= 0) & ((total - 1).abs() <= 1e-3))
         expected = "probabilities that sum to 1 within 0.001"
     if bool(refused.any()):
-        refuse(input_name, refused, expected, lambda row: _describe_row(input[row]))
+        hint = [Hint("input_kind", "logits")] if kind == "probs" and may_be_logits(input) else []
+        refuse(input_name, refused, expected, lambda row: _describe_row(input[row]), hint)
 
 
 def _describe_row(row: Tensor) -> str:

@@ -104,9 +104,9 @@ BAD_LOGITS = [
 BAD_PROBS = [
     (math.nan, "NaN, got NaN at row 7, class 2"),
     (math.inf, r"\+inf, got inf at row 7, class 2"),
-    (-0.1, "probabilities, got -0.1 at row 7, class 2"),
-    (1.5, r"sum to 1 within 0\.001, got a sum of .* at row 7"),
-    (None, r"sum to 1 within 0\.001, got a sum of 0 at row 7"),
+    (-0.1, "probabilities, got -0.1 at row 7, class 2; pass input_kind='logits' if these are logits$"),
+    (1.5, r"sum to 1 within 0\.001, got a sum of .* at row 7$"),
+    (None, r"sum to 1 within 0\.001, got a sum of 0 at row 7$"),
 ]
 
 

@@ -64,6 +64,8 @@ def one_line(code, out, err):
             ("calibrate", "SINGLE", "--input-kind", "probs"),
             "logits: expected probabilities that sum to 1 within 0.001, found values from",
         ),
+        (("calibrate", "SINGLE", "--input-kind", "probs"), "; pass --input-kind logits"),
+        (("calibrate", ""), "an empty name: expected .npz"),
         (("calibrate", "SINGLE", "--bootstrap", "-1"), "expected a whole number of at least 0, found '-1'"),
         (("calibrate", "SINGLE", "--search", "all"), "argument --search: invalid choice: 'all'"),
         (("calibrate", "SINGLE", "--binning", "quantile"), "argument --binning: invalid choice: 'quantile'"),
