@@ -15,7 +15,7 @@ from focalkern.calibrators._row_source import MemoryRows, RowSource, rows_of
 from focalkern.calibrators._spline_features import (
     floor_of,
     fold_temperatures,
-    has_large_logits,
+    has_unit,
     logit_scale,
     masks_zeros,
     robust_temperature,
@@ -35,9 +35,10 @@ class RobustTemperatureScaling(FitsBatches):
 
     T minimises the mean NLL plus :math:`(\log T)^2 / (2 W)`, with W the number of rows (the sum of their weights). The
     floor bounds the loss of a row whose target has probability 0, which forests and nearest neighbours give. The second
-    term keeps T above 0 if every row is correct. With thousands of rows and no zeros the result is close to
-    :class:`TemperatureScaling`. It is the candidate ``"temperature"`` of :class:`AutoCalibrator` and
-    :func:`focalkern.compare_calibrators`.
+    term keeps T above 0 if every row is correct. In this term T is relative to the size of the logits if all are within
+    0.05 of each other, or if the two largest of a row are over 100 apart on average. With thousands of rows and no
+    zeros the result is close to :class:`TemperatureScaling`. It is the candidate ``"temperature"`` of
+    :class:`AutoCalibrator` and :func:`focalkern.compare_calibrators`.
 
     As in :class:`SplineScaling`, a logit of -inf gives exactly 0, unless a row of ``fit`` has its label there.
 
@@ -131,8 +132,7 @@ def floored_folds(
 ) -> list[Floored]:
     """The fits to ``source`` without each fold; ``near`` is the fit to all of it, ``part`` as :func:`fold_by_fold`."""
     inside = [part(k, True) for k in range(folds)]
-    large = has_large_logits(source, input_kind)
-    known = [None] * folds if large else fold_temperatures(inside, input_kind, near.temperature_)
+    known = [None] * folds if has_unit(source, input_kind) else fold_temperatures(inside, input_kind, near.temperature_)
     found = []
     for k, temperature in enumerate(known):
         if temperature is None:
@@ -162,9 +162,9 @@ def floored_losses(fitted: Floored, input_kind: InputKind, rows: MemoryRows) -> 
 def temperature_from_json(document: Mapping[str, Any]) -> dict[str, Any]:
     """``temperature_``, ``floor_`` and ``masks_`` of a saved calibrator, checked."""
     temperature, floor = as_number("temperature", document["temperature"]), as_number("floor", document["floor"])
-    if not (1e-9 < temperature < 1e305 and 1e-100 <= floor < 1):
+    if not (1e-305 < temperature < 1e305 and 1e-100 <= floor < 1):
         raise ValueError(
-            f"expected 1e-9 < temperature < 1e305 and 1e-100 <= floor < 1, found {temperature} and {floor}"
+            f"expected 1e-305 < temperature < 1e305 and 1e-100 <= floor < 1, found {temperature} and {floor}"
         )
     if not isinstance(document["masks"], bool):
         raise ValueError(f"expected masks to be true or false, found {document['masks']!r}")

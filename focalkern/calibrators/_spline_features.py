@@ -17,7 +17,7 @@ __all__ = [
     "floor_of",
     "floored",
     "fold_temperatures",
-    "has_large_logits",
+    "has_unit",
     "histogram",
     "logit_scale",
     "masks_zeros",
@@ -36,6 +36,7 @@ _NEAR_STEP = 0.03  # from T of nearly the same rows
 _DONE, _DONE_NEAR = 1e-9, 1e-6  # length of a last step, whose end is not evaluated; its error is about the square
 _NODES = tuple(-0.045 * math.cos(math.pi * (2 * i + 1) / 10) for i in range(5))  # Chebyshev's, from T of all rows
 _GRID_SIZE, _GRID_ROWS = 200_000, 1000  # numbers and rows of the grid, about
+_FLAT = 0.05  # log T of logits that differ less may lie below -6
 _LOWEST = 1000.0  # a logit further below the maximum of its row counts as this far below
 
 _BINS_PER_UNIT, _HISTOGRAM_END = 64, 60
@@ -81,24 +82,31 @@ def masks_zeros(source: RowSource, input_kind: str) -> bool:
     return float(source.add_up(count)) == 0
 
 
-def has_large_logits(source: RowSource, input_kind: str) -> bool:
-    """Whether a finite logit is above 1000 or below -1000."""
-    if input_kind == "probs":  # the logarithm of the smallest double is -745
-        return False
-    count = torch.zeros(1, dtype=torch.float64)
+def _sizes(source: RowSource, input_kind: str) -> tuple[bool, bool]:
+    """Whether a finite logit is above 1000 or below -1000; whether all logits are within 0.05 of each other."""
+    counts = torch.zeros(2, dtype=torch.float64)
     for part in source.parts():
-        low, high = torch.aminmax(part.input)
-        if float(low) >= -_LOWEST and float(high) <= _LOWEST:
+        low, high = as_scores(torch.stack(torch.aminmax(part.input)), input_kind).tolist()
+        counts[1] += high - low >= _FLAT
+        if input_kind == "probs" or (low >= -_LOWEST and high <= _LOWEST):  # the smallest double has a log of -745
             continue
         for block in part.blocks():
             size = as_scores(block.input, input_kind).abs()
-            count += ((size > _LOWEST) & (size < torch.inf)).any().cpu()
-    return float(source.add_up(count)) != 0
+            counts[0] += ((size > _LOWEST) & (size < torch.inf)).any().cpu()
+    large, wide = source.add_up(counts).tolist()
+    return large != 0, wide == 0
+
+
+def has_unit(source: RowSource, input_kind: str) -> bool:
+    """Whether the unit of T (:func:`logit_scale`) may differ from 1."""
+    return any(_sizes(source, input_kind))
 
 
 def logit_scale(source: RowSource, input_kind: str) -> float:
-    """The unit of T in the search: 1, or more if the two largest logits of a row are on average over 100 apart."""
-    if not has_large_logits(source, input_kind):
+    """The unit of T in the search. With g the mean difference of the two largest logits of a row: g / 100 if g is over
+    100, g / 5 if all logits are within 0.05 of each other, else 1."""
+    is_large, is_flat = _sizes(source, input_kind)
+    if not (is_large or is_flat):
         return 1.0
     sums = torch.zeros(2, dtype=torch.float64)
     for part in source.parts():
@@ -107,7 +115,9 @@ def logit_scale(source: RowSource, input_kind: str) -> float:
             w = block.weight * gap.isfinite()
             sums += torch.stack([w @ gap.nan_to_num(posinf=0.0), w.sum()]).cpu()
     total, weights = source.add_up(sums).tolist()
-    return max(1.0, total / weights / 100) if weights > 0 else 1.0
+    if not total > 0:
+        return 1.0
+    return float(total / weights / 5 if is_flat else max(1.0, total / weights / 100))
 
 
 def temperature_sums(source: RowSource, input_kind: str, betas: Tensor, floor: float) -> Tensor:

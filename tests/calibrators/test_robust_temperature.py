@@ -51,11 +51,28 @@ def test_few_rows_that_are_all_right_justify_no_certainty():
     assert float(fitted.predict_proba(logits).amin()) >= 0.1 / 51 / 4 * 0.99
 
 
-@pytest.mark.parametrize("case", ["equal folds", "two sizes", "weights", "one class each", "large logits", "all right"])
+@pytest.mark.parametrize("method", [fk.RobustTemperatureScaling, fk.SplineScaling, fk.AutoCalibrator])
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_small_logits_are_calibrated_as_large_ones(method, kind, tmp_path):
+    logits, target = draw(1000, 4)
+    flat = 1e-3 * logits
+    rows = [(flat * size).softmax(-1) if kind == "probs" else flat * size for size in (1.0, 1e-6)]
+    one, other = (method(input_kind=kind).fit(row, target) for row in rows)
+    torch.testing.assert_close(one.predict_proba(rows[0]), other.predict_proba(rows[1]), rtol=0, atol=1e-6)
+    usual = method().fit(logits, target).predict_proba(logits)
+    nll, expected = (float(fk.metrics.nll(probs, target)) for probs in (one.predict_proba(rows[0]), usual))
+    assert nll == pytest.approx(expected, abs=1e-3)
+    other.save(tmp_path / "a.json")
+    assert torch.equal(fk.load_calibrator(tmp_path / "a.json").predict_proba(rows[1]), other.predict_proba(rows[1]))
+
+
+@pytest.mark.parametrize(
+    "case", ["equal folds", "two sizes", "weights", "one class each", "large logits", "small logits", "all right"]
+)
 def test_a_fit_without_a_fold_is_that_of_the_other_rows(case):
     """By sums over the folds if the temperatures are near that of all rows, else by a search."""
     folds, n = 5, 1003 if case == "two sizes" else 1000
-    logits, target = draw(n, 4, scale=1000.0 if case == "large logits" else 2.0)
+    logits, target = draw(n, 4, scale={"large logits": 1000.0, "small logits": 1e-5}.get(case, 2.0))
     fold = folds_of_all(n, folds, 0)
     if case == "one class each":
         fold = (target + (torch.arange(n) % 2 == 0)) % folds
@@ -72,4 +89,4 @@ def test_a_fit_without_a_fold_is_that_of_the_other_rows(case):
         assert one.floor == pytest.approx(floor_of(others.weight_sum), rel=1e-12)
         assert one.masks
     by_sums = fold_temperatures([part(k, True) for k in range(folds)], "logits", near.temperature_)
-    assert (None in by_sums) == (case in ("weights", "one class each", "large logits", "all right"))
+    assert (None in by_sums) == (case in ("weights", "one class each", "large logits", "small logits", "all right"))
