@@ -14,6 +14,7 @@ __all__ = [
     "ESTIMATORS",
     "Estimator",
     "MetricInput",
+    "as_correct",
     "as_labels",
     "as_probs",
     "check_bins",
@@ -64,24 +65,32 @@ def confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, co
         raise TypeError(f"{op}: confidence must be floating point, got {confidence.dtype}")
     if confidence.dim() < 1:
         raise ValueError(f"{op}: confidence must be [N], got a single number")
-    correct = as_tensor(correct, f"{op}: correct")
+    correct = as_correct(op, correct)
     if correct.shape != confidence.shape:
         raise ValueError(f"{op}: correct must be [N] = {list(confidence.shape)}, got {list(correct.shape)}")
     if correct.device != confidence.device:
         raise ValueError(f"{op}: correct must be on {confidence.device}, got {correct.device}")
+    _check_fractions(op, "confidence", confidence, "; are these logits?" if probs is not None else "")
+    return confidence.contiguous(), correct
+
+
+def as_correct(op: str, correct: Any) -> Tensor:
+    """Whether each row is correct as float64, checked."""
+    correct = as_tensor(correct, f"{op}: correct")
     if correct.is_complex():
         raise TypeError(f"{op}: correct must be bool or real, got {correct.dtype}")
     correct = correct.to(torch.float64)
-    # The comparison is false for NaN, so NaN raises too.
-    for name, values in (("confidence", confidence), ("correct", correct)):
-        inside = (values >= 0) & (values <= 1 + _ABOVE_ONE)
-        if not bool(inside.all()):
-            where = (~inside).nonzero()[0].tolist()
-            raise ValueError(
-                f"{op}: {name} must be in [0, 1], got {values[tuple(where)].item()} at row {where[-1]}"
-                + ("; are these logits?" if name == "confidence" and probs is not None else "")
-            )
-    return confidence.contiguous(), correct
+    _check_fractions(op, "correct", correct)
+    return correct
+
+
+def _check_fractions(op: str, name: str, values: Tensor, remedy: str = "") -> None:
+    inside = (values >= 0) & (values <= 1 + _ABOVE_ONE)  # false for NaN
+    if bool(inside.all()):
+        return
+    where = (~inside).nonzero()[0].tolist()
+    at = f" at row {where[-1]}" if where else ""
+    raise ValueError(f"{op}: {name} must be in [0, 1], got {values[tuple(where)].item()}{at}{remedy}")
 
 
 def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:

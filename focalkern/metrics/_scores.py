@@ -8,7 +8,7 @@ from torch import Tensor
 from focalkern._arrays import arrays_for_arrays, as_tensor
 from focalkern._checks import flag
 from focalkern.metrics._images import Per, measured
-from focalkern.metrics._inputs import MetricInput, check_log_probs, confidence_and_correct, probs_and_target
+from focalkern.metrics._inputs import MetricInput, as_correct, check_log_probs, confidence_and_correct, probs_and_target
 
 __all__ = ["accuracy", "aurc", "auroc", "brier_score", "nll"]
 
@@ -113,7 +113,8 @@ def accuracy(
         float64 tensor of the batch's shape, a fraction; NaN for N = 0.
 
     Raises:
-        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`, but logits are also accepted.
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`, but logits, except NaN, are also
+            accepted.
 
     Example:
         >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
@@ -127,9 +128,13 @@ def accuracy(
 
     def of_rows(rows: MetricInput) -> Tensor:
         if rows.correct is not None:
-            return as_tensor(rows.correct, "accuracy: correct").to(torch.float64).mean(-1)
+            return as_correct("accuracy", rows.correct).mean(-1)
         scores, target = probs_and_target("accuracy", rows.probs, rows.target, log=True)
-        return (scores.argmax(-1) == target).to(torch.float64).mean(-1)
+        top, predicted = scores.max(-1)
+        if bool(top.isnan().any()):  # the largest of a row with NaN is NaN
+            row = top.isnan().nonzero()[0].tolist()[-1]
+            raise ValueError(f"accuracy: probs must not be NaN, got NaN in row {row}")
+        return (predicted == target).to(torch.float64).mean(-1)
 
     return measured("accuracy", of_rows, MetricInput(probs, target, None, correct), ignore_index, per, log=True)
 

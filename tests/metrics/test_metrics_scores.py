@@ -261,3 +261,16 @@ def test_bins_of_equal_width_are_found_without_a_search(dtype):
         far = torch.tensor(math.inf, dtype=dtype)
         near = torch.cat([edges, torch.nextafter(edges, far), torch.nextafter(edges, -far), edges.new_tensor([1e-40])])
         assert torch.equal(_equal_width_index(near, edges), torch.searchsorted(edges, near)), n_bins
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"probs": torch.tensor([[0.5, 0.5], [0.2, math.nan]]), "target": torch.tensor([0, 1])}, "NaN in row 1"),
+        ({"correct": torch.tensor([1, 3])}, r"correct must be in \[0, 1\], got 3\.0 at row 1"),
+        ({"correct": torch.tensor([0.5, math.nan])}, r"correct must be in \[0, 1\], got nan at row 1"),
+    ],
+)
+def test_accuracy_refuses_values_that_no_row_has(given, words):
+    with pytest.raises(ValueError, match=f"^accuracy: .*{words}"):
+        metrics.accuracy(**given)
