@@ -29,6 +29,7 @@ from focalkern.calibrators._verdict import (
     describe_method,
     describe_predictions,
 )
+from focalkern.calibrators._warnings import few_by_weight
 
 __all__ = ["AutoCalibrator"]
 
@@ -211,6 +212,12 @@ class AutoCalibrator(FitsBatches):
                 tuple(cross_validation_warnings(cross_validation)),
             ),
         }
+
+    def _fit_warnings(self, rows: FitData) -> list[str]:
+        return list(dict.fromkeys([*few_by_weight(rows), *super()._fit_warnings(rows)]))
+
+    def _warnings_of(self, class_counts: Tensor) -> tuple[str, ...]:
+        return self.calibrator_.warnings_ if isinstance(self.calibrator_, Calibrator) else ()
 
     def _invalid_rows_are(self) -> Literal["rejected"] | None:
         return "rejected" if isinstance(self.calibrator_, Calibrator) else None

@@ -22,6 +22,7 @@ from focalkern.calibrators._spline_features import (
     temperature_sums,
 )
 from focalkern.calibrators._spline_module import FlooredLogProbs, MapArguments
+from focalkern.calibrators._warnings import UNMASKED, few_by_weight
 from focalkern.ops.spline_map import map_by_pieces
 from focalkern.ops.spline_sums import spline_sums_for
 
@@ -96,6 +97,12 @@ class RobustTemperatureScaling(FitsBatches):
             "masks_": masks_zeros(source, self.input_kind),
             "best_value_": float(temperature_sums(source, self.input_kind, beta, floor)[0]),
         }
+
+    def _fit_warnings(self, rows: FitData) -> list[str]:
+        return [*few_by_weight(rows), *super()._fit_warnings(rows)]
+
+    def _warnings_of(self, class_counts: Tensor) -> list[str]:
+        return [UNMASKED] if self.input_kind == "logits" and not self.masks_ else []
 
     def _invalid_rows_are(self) -> Literal["rejected"]:
         return "rejected"

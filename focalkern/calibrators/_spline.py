@@ -21,6 +21,7 @@ from focalkern.calibrators._spline_fit import Fit, curve_derivatives, predictor
 from focalkern.calibrators._spline_linear import LBFGS_STEPS
 from focalkern.calibrators._spline_module import MapArguments, SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
+from focalkern.calibrators._warnings import UNMASKED, unseen_classes
 from focalkern.ops.spline_map import map_by_pieces
 
 __all__ = ["SplineKind", "SplineScaling"]
@@ -212,20 +213,13 @@ class SplineScaling(FitsBatches):
         found = []
         if self.weight_sum_ < _FEW_ROWS:
             found.append(
-                f"fitted on {self.weight_sum_:g} rows, which say little (importance weights should sum to "
-                "(sum w)^2 / sum w^2; temperature scaling needs fewer rows)"
+                f"fitted on {self.weight_sum_:g} row{'s' * (self.weight_sum_ != 1)}, which say little (importance "
+                "weights should sum to (sum w)^2 / sum w^2; temperature scaling needs fewer rows)"
             )
-        unseen = (class_counts == 0).nonzero().squeeze(1).tolist()
-        if unseen and self.kind != "scalar":
-            names = ", ".join(str(self.classes_[one]) for one in unseen[:5]) + (", ..." if len(unseen) > 5 else "")
-            found.append(
-                f"no row of class {names}, whose probability falls (fit on rows of every class, or kind='scalar')"
-            )
+        if self.kind != "scalar":
+            found += unseen_classes(class_counts, self.classes_, "kind='scalar'")
         if self.input_kind == "logits" and not self.masks_:
-            found.append(
-                "a row has its label at a logit of -inf, so such logits count as small probabilities (logits of "
-                "impossible classes are -inf in no row of that label)"
-            )
+            found.append(UNMASKED)
         if not self.converged_:
             found.append(f"the fit ended after {LBFGS_STEPS} steps short of its optimum (a larger penalty)")
         return found

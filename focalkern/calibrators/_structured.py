@@ -17,7 +17,7 @@ from focalkern.calibrators._newton_search import check_finite_nll, minimize_foca
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._probmetrics import fit_structured
 from focalkern.calibrators._structured_module import StructuredLogProbs
-from focalkern.calibrators._warnings import few_by_weight, worse_than_uncalibrated
+from focalkern.calibrators._warnings import few_by_weight, unseen_classes, worse_than_uncalibrated
 
 __all__ = ["Solver", "Structure", "StructuredScaling"]
 
@@ -219,9 +219,11 @@ class StructuredScaling(FusedCalibrator):
 
     def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
-        return few_by_weight(rows) + worse_than_uncalibrated(
-            rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy
-        )
+        worse = worse_than_uncalibrated(rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy)
+        return [*few_by_weight(rows), *super()._fit_warnings(rows), *worse]
+
+    def _warnings_of(self, class_counts: Tensor) -> list[str]:
+        return unseen_classes(class_counts, self.classes_, "TemperatureScaling")
 
     def _invalid_rows_are(self) -> Literal["nan"]:
         return "nan"

@@ -159,7 +159,8 @@ def describe_predictions(changed: int, rows: int, accuracies: tuple[float, float
 
 
 def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
-    """Differences within the standard error, excluded candidates, and candidates that were not tried."""
+    """Differences within the standard error, excluded candidates, candidates that were not tried, and the warnings of
+    the chosen calibrator."""
     loss = LOSS_NAMES[cross_validation.criterion]
     winner, rows = cross_validation.winner, cross_validation.n_samples
     warnings = []
@@ -189,6 +190,7 @@ def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
         names = f"{', '.join(others)} and {last}" if others else last
         warnings.append(f"{names}: the cross-validated {loss} is higher than that of no calibration")
     warnings += [f"left out: {words}" for words in cross_validation.left_out]
+    warnings += getattr(winner.calibrator, "warnings_", ())
     return warnings
 
 

@@ -5,16 +5,30 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators._fit_data import FitData
 
-__all__ = ["CalibrationWarning", "few_by_weight", "warn", "worse_than_uncalibrated"]
+__all__ = [
+    "UNMASKED",
+    "CalibrationWarning",
+    "few_by_weight",
+    "unseen_classes",
+    "warn",
+    "worse_than_uncalibrated",
+]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+
+UNMASKED = (
+    "a row has its label at a logit of -inf, so such logits count as small probabilities (logits of impossible classes "
+    "are -inf in no row of that label)"
+)
 
 # Number of logits per block of rows.
 _BLOCK = 1 << 18
@@ -45,6 +59,21 @@ def warn(name: str, words: Sequence[str]) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         depth, frame = depth + 1, frame.f_back
     warnings.warn(f"{name}: {', and '.join(words)}", CalibrationWarning, stacklevel=depth)
+
+
+def unseen_classes(class_counts: Tensor, classes: np.ndarray[Any, Any], remedy: str) -> list[str]:
+    """A warning if a class has no row, for fits whose map then lowers its probability everywhere.
+
+    Args:
+        class_counts: [C], rows per class.
+        classes: [C], their names.
+        remedy: another calibrator or option.
+    """
+    unseen = (class_counts == 0).nonzero().squeeze(1).tolist()
+    if not unseen:
+        return []
+    names = ", ".join(str(classes[one]) for one in unseen[:5]) + (", ..." if len(unseen) > 5 else "")
+    return [f"no row of class {names}, whose probability falls (fit on rows of every class, or {remedy})"]
 
 
 def few_by_weight(of: FitData) -> list[str]:

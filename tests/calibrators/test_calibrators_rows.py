@@ -162,7 +162,11 @@ def test_the_optimum_does_not_know_the_scale_of_the_weights(scale):
         assert other.gamma_ == pytest.approx(one.gamma_, rel=1e-5)
 
 
-@pytest.mark.parametrize("calibrator", [StructuredScaling(solver="lbfgs"), IsotonicCalibration()], ids=repr)
+@pytest.mark.parametrize(
+    "calibrator",
+    [StructuredScaling(solver="lbfgs"), IsotonicCalibration(), fk.RobustTemperatureScaling(), fk.AutoCalibrator()],
+    ids=repr,
+)
 def test_weights_that_count_as_few_rows_cause_a_warning(calibrator):
     logits, target = sample()
     fitted = copy(calibrator).fit(logits, target, torch.full((150,), 1 / 150))

@@ -252,3 +252,25 @@ def test_probabilities_after_a_fit_on_logits_cause_one_warning(tmp_path):
     loaded = fk.load_calibrator(tmp_path / "calibrator.json")
     with pytest.warns(fk.CalibrationWarning, match="look like probabilities"):
         loaded.predict_proba(probs)
+
+
+def test_a_choice_has_the_warnings_of_the_chosen_calibrator():
+    logits, target = sample(600, 4)
+    target = torch.where(target == 2, 0, target)
+    for calibrator in (fk.IsotonicCalibration(), fk.StructuredScaling(solver="lbfgs"), fk.SplineScaling(kind="vector")):
+        alone = copy.deepcopy(calibrator).fit_quietly(logits, target)
+        assert any("no row of class 2, whose probability falls (fit on rows" in words for words in alone.warnings_)
+        chosen = fk.AutoCalibrator(candidates={"only": calibrator}).fit_quietly(logits, target)
+        assert chosen.chosen_ == "only"
+        assert chosen.warnings_ == alone.warnings_
+        assert set(alone.warnings_) <= set(chosen.verdict_.warnings)
+
+
+def test_a_label_at_an_impossible_class_is_named():
+    logits, target = sample(600, 4)
+    logits[torch.arange(200), (target[:200] + 1) % 4] = -math.inf
+    for method in (fk.RobustTemperatureScaling, fk.SplineScaling, fk.AutoCalibrator):
+        assert not any("-inf" in words for words in method().fit_quietly(logits, target).warnings_)
+        broken = logits.clone()
+        broken[0, target[0]] = -math.inf
+        assert any("its label at a logit of -inf" in words for words in method().fit_quietly(broken, target).warnings_)
