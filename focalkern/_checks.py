@@ -192,7 +192,7 @@ def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int | Non
         raise IndexError(f"{op}: target must be in [0, {n_classes}){ignored}, got {int(labels[row])} at row {row}")
 
 
-ONE_LOGIT = "for one logit per sample use SigmoidFocalLoss (sigmoid_focal_loss)"
+ONE_LOGIT = "for one logit per sample use SigmoidFocalLoss (sigmoid_focal_loss) with target.view_as(input)"
 
 
 def target_misfit(op: str, input: Tensor, target: Tensor, input_name: str = "input") -> ValueError | None:
@@ -210,7 +210,7 @@ def target_misfit(op: str, input: Tensor, target: Tensor, input_name: str = "inp
         last = n_dims - 2
         remedy = f"classes are dimension 1, not the last: {input_name}.flatten(0, {last}), target.flatten(0, {last})"
     elif found == [*expected, 1]:
-        remedy = "target.squeeze(-1)"
+        remedy = ONE_LOGIT if shape[1] == 1 else "target.squeeze(-1)"
     elif found == shape:
         remedy = "one-hot rows are class probabilities: target.to(torch.float32)"
     return ValueError(f"{op}: target must be {what}, got {found}{remedy and '; '}{remedy}")

@@ -124,6 +124,7 @@ _LOSSES_OF_LABELS = [
         ),
         ((8,), torch.ones(8).long(), ValueError, "got \\[8\\]; for one logit per sample use SigmoidFocalLoss"),
         ((8, 1), torch.ones(8).long(), IndexError, "got 1 at row 0; for one logit per sample use SigmoidFocalLoss"),
+        ((8, 1), torch.ones(8, 1).long(), ValueError, "got \\[8, 1\\]; .* with target.view_as\\(input\\)$"),
         ((8,), torch.ones(3).long(), ValueError, r"logits, got \[3\]$"),
         (
             (2, 5, 7),
