@@ -1,8 +1,8 @@
 """Focal losses and calibration metrics in Hugging Face transformers."""
 
 import contextlib
-import inspect
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,31 +10,24 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import flag, integer
-from focalkern._devices import float32_loss
 from focalkern.calibrators import TemperatureScaling
 from focalkern.gamma import GammaTable
-from focalkern.losses import FocalLoss, SigmoidFocalLoss
+from focalkern.integrations import _own_loss
+from focalkern.integrations._focal_of_model import FeaturesInTraining, FocalLossOfModel
+from focalkern.integrations._sft_trainer import use_in_sft_trainer
+from focalkern.losses import FocalLoss
 from focalkern.metrics import expected_calibration_error, nll
 from focalkern.ops._row_loss import Modulation
-from focalkern.ops.linear_focal_loss import linear_focal_loss
 
 try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
-    raise ImportError("focalkern.integrations.transformers needs transformers: pip install transformers") from error
+    raise ImportError(
+        f"focalkern.integrations.transformers needs transformers and its Trainer: pip install transformers accelerate "
+        f"({error})"
+    ) from error
 
 __all__ = ["CalibrationCallback", "use_focal_loss"]
-
-_NEXT_TOKEN = ("ForCausalLM", "ForConditionalGeneration")
-_TOKEN = ("ForMaskedLM", "ForTokenClassification")
-_ROW = (
-    "ForSequenceClassification",
-    "ForImageClassification",
-    "ForVideoClassification",
-    "ForAudioClassification",
-)
-# Settings by which some models change the logits after their head. With linear=True they would change the features.
-_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def use_focal_loss(
@@ -50,19 +43,23 @@ def use_focal_loss(
 
     .. math:: L = -\frac{1}{n} \sum_i (1 - p_i)^\gamma \log p_i
 
-    over the targets that are not -100; n is their number, or ``num_items_in_batch`` if ``Trainer`` passes it. Language
-    models predict the next token, as with their own loss. For several labels per row
-    (``config.problem_type="multi_label_classification"``) the loss is the sigmoid focal loss. Some models (BERT)
-    compute their loss without ``loss_function``; then a forward hook replaces ``outputs.loss``.
+    over the targets that are not -100; n is their number, or ``num_items_in_batch`` if ``Trainer`` passes it. The
+    labels are shifted to the next token if the model's own loss shifts them. For several labels per row
+    (``config.problem_type="multi_label_classification"``) the loss is the sigmoid focal loss without alpha.
 
-    A model of PEFT is taken too: wrap it with PEFT first, then pass the wrapped model.
+    Some models (BERT, T5) compute their loss without ``loss_function``; then a forward hook replaces ``outputs.loss``.
+    At the first forward pass with labels, the hook compares the model's own loss with the cross-entropy of the labels,
+    as they are and shifted. It raises if neither is equal.
+
+    For PEFT, wrap the model first, then pass the wrapped model. A deep copy of the model keeps the focal loss.
 
     TRL's ``SFTTrainer`` ignores the loss of its model: it takes log-probabilities from an output head of its own. Pass
     the trainer in place of the model, also with PEFT. Its options, metrics and number of tokens are then TRL's.
 
     Args:
-        model: a model for causal or masked language modelling, or for the classification of rows or tokens, or
-            PEFT's wrapper of one; or an ``SFTTrainer`` (tested with TRL 1.16) with ``loss_type="nll"``, its default.
+        model: a model for causal or masked language modelling, for sequence-to-sequence generation, or for the
+            classification of rows or tokens, or PEFT's wrapper of one; or an ``SFTTrainer`` (tested with TRL 1.16)
+            with ``loss_type="nll"``, its default.
         gamma: as :class:`focalkern.FocalLoss`; 0 is cross-entropy. For several labels per row: a number >= 0.
         linear: fuse the output head with the loss (:func:`focalkern.linear_focal_loss`), for language models. In
             training mode with labels, the model then does not compute logits, and ``outputs.logits`` holds the
@@ -78,8 +75,9 @@ def use_focal_loss(
     Raises:
         TypeError: the model has no ``loss_function`` that can be set, or no output embeddings for ``linear``.
         ValueError: the model's loss is of another kind; an option outside its domain; ``linear`` for a model that
-            changes its logits after the head, or is not a language model; an ``SFTTrainer`` with another loss. A
-            trainer of TRL that is given a model with this loss raises it at its first step.
+            changes its logits after the head, or is not a language model; an ``SFTTrainer`` with another loss. The
+            first step raises it if the model's own loss is no cross-entropy of its logits (ProphetNet), if ``Trainer``
+            has ``label_smoothing_factor`` or ``compute_loss_func``, and if a trainer of TRL is given the model.
 
     Source: Mukhoti et al. 2020 (arXiv 2002.09437).
 
@@ -100,174 +98,37 @@ def use_focal_loss(
         "modulation": modulation,
     }
     if isinstance(model, Trainer):
-        return _use_in_sft_trainer(model, FocalLoss(gamma, reduction="none", **options), linear)
-    whole = model  # the user calls it
-    if hasattr(model, "get_base_model"):  # older wrappers of PEFT call no hook of their model
-        model = model.get_base_model()
+        return use_in_sft_trainer(model, FocalLoss(gamma, reduction="none", **options), linear)
+    whole, model = model, _own_loss.base_model(model)  # older wrappers of PEFT call no hook of their model
     if not hasattr(type(model), "loss_function"):
         raise TypeError(
             f"{op}: model must be a transformers model with a loss_function, or an SFTTrainer of TRL, got "
             f"{type(model).__name__}"
         )
-    kind = getattr(model, "loss_type", None)
-    if kind not in (*_NEXT_TOKEN, *_TOKEN, *_ROW):
+    kind = _own_loss.loss_kind(model)
+    if kind not in _own_loss.KINDS:
         raise ValueError(
-            f"{op}: model must be for one of {', '.join((*_NEXT_TOKEN, *_TOKEN, *_ROW))}, got {type(model).__name__} "
+            f"{op}: model must be for one of {', '.join(_own_loss.KINDS)}, got {type(model).__name__} "
             f"with loss_type {kind!r}; use focal_loss in a training loop of your own"
         )
-    loss = FocalLoss(gamma, reduction="sum", **options)
+    focal = FocalLossOfModel(model, kind, gamma, options)
     undo = contextlib.ExitStack()
-    asks_for_its_loss = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    asks_for_its_loss = _own_loss.asks_for_its_loss(model)
     if linear and not asks_for_its_loss:
         raise ValueError(
             f"{op}: linear=True needs a model that calls loss_function, but {type(model).__name__} computes its own "
             "loss; use linear_focal_loss on its features"
         )
-    features = _FeaturesInTraining(model, whole, undo) if linear else None
-    undo.callback(whole.register_forward_pre_hook(_refuse_fused_head, with_kwargs=True).remove)
-
-    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
-        logits, labels = _logits_and_labels(kind, args, kwargs)
-        n_items = kwargs.get("num_items_in_batch")
-        if kind in _ROW and labels.is_floating_point():
-            _check_several_labels(op, model.config, gamma, label_smoothing, detach_modulation, modulation)
-            several: Tensor = SigmoidFocalLoss(float(gamma), reduction="mean")(logits, labels.to(logits.device))  # type: ignore[arg-type]
-            return several
-        if kind in _NEXT_TOKEN:
-            shifted = kwargs.get("shift_labels")
-            labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100) if shifted is None else shifted
-        labels = labels.reshape(-1).to(logits.device)
-        rows = logits.reshape(-1, logits.shape[-1])
-        with float32_loss(rows):  # as the model's own loss; the sum of many tokens exceeds float16
-            if features is not None and features.active:
-                head = features.head
-                total = linear_focal_loss(
-                    rows, head.weight, labels, gamma, linear_bias=head.bias, reduction="sum", **options
-                )
-            else:
-                total = loss(rows, labels)
-        if n_items is None:
-            n_items = (labels != -100).sum()
-        elif isinstance(n_items, Tensor):
-            n_items = n_items.to(total.device)
-        mean: Tensor = total / n_items
-        return mean
-
+    if linear:
+        focal.features = FeaturesInTraining(model, whole, kind, undo)
+    undo.callback(whole.register_forward_pre_hook(focal.refuse_losses_outside, with_kwargs=True).remove)
     if asks_for_its_loss:
         before = vars(model).get("_loss_function")
-        model.loss_function = loss_function
+        model.loss_function = focal
         undo.callback(_restore, model, before)
     else:
-
-        def replaced(_model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            if kwargs.get("labels") is not None:
-                items = kwargs.get("num_items_in_batch")
-                output["loss"] = loss_function(**dict(output, **kwargs, num_items_in_batch=items))
-            return output
-
-        undo.callback(whole.register_forward_hook(replaced, with_kwargs=True).remove)
+        undo.callback(whole.register_forward_hook(focal.replace, with_kwargs=True).remove)
     return undo
-
-
-def _use_in_sft_trainer(trainer: Any, loss: FocalLoss, linear: bool) -> contextlib.ExitStack:
-    """Makes TRL's trainer sum the focal losses of its log-probabilities, in place of the log-probabilities."""
-    op, args = "use_focal_loss", trainer.args
-    loss_type = getattr(args, "loss_type", None)
-    if loss_type != "nll" or trainer.compute_loss_func or args.label_smoothing_factor:
-        raise ValueError(
-            f"{op}: a trainer must be TRL's SFTTrainer with loss_type='nll', without compute_loss_func and "
-            f"label_smoothing_factor, got {type(trainer).__name__} with loss_type {loss_type!r}; for the "
-            "Trainer of transformers pass its model"
-        )
-    if linear or loss.label_smoothing:
-        raise ValueError(
-            f"{op}: an SFTTrainer takes neither linear=True, because TRL fuses the head itself, nor label_smoothing, "
-            "because TRL returns only the log-probability of the target; leave them out"
-        )
-    own = trainer.compute_loss
-
-    def focal(_model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if not kwargs.get("fused_lm_head"):
-            raise ValueError(f"{op}: this version of TRL uses the loss of the model; pass the model, not the trainer")
-        # As the first of two classes. The bound keeps the derivative of log(1 - p) finite where p rounds to 1.
-        log_p = output.log_probs.float().clamp(max=-(2.0**-24))
-        logits = torch.stack([log_p, torch.log(-torch.expm1(log_p))], -1)
-        target = torch.where(output.label_mask, 0, -100)
-        output["log_probs"] = -loss(logits.flatten(0, -2), target.flatten()).view_as(log_p)
-        return output
-
-    def compute_loss(model: Any, *args: Any, **kwargs: Any) -> Any:
-        hook = model.register_forward_hook(focal, with_kwargs=True)
-        try:
-            return own(model, *args, **kwargs)
-        finally:
-            hook.remove()
-
-    trainer.compute_loss = compute_loss
-    undo = contextlib.ExitStack()
-    undo.callback(delattr, trainer, "compute_loss")
-    return undo
-
-
-def _refuse_fused_head(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("fused_lm_head"):
-        raise ValueError(
-            "use_focal_loss: TRL's trainers do not use the loss of the model; pass the trainer in place of the model: "
-            "use_focal_loss(trainer, ...)"
-        )
-
-
-class _FeaturesInTraining:
-    """Makes the output head of a model return its input while ``whole``, which is the model or PEFT's wrapper of it, is
-    called in training mode with labels.
-    """
-
-    def __init__(self, model: Any, whole: Any, undo: contextlib.ExitStack) -> None:
-        op = "use_focal_loss"
-        changed = [name for name in _AFTER_THE_HEAD if getattr(model.config, name, None) not in (None, 1, 1.0)]
-        if changed:
-            raise ValueError(
-                f"{op}: linear=True needs the logits of the head as they are, but config.{changed[0]} "
-                f"is {getattr(model.config, changed[0])}; use linear_focal_loss on model.model(...).last_hidden_state"
-            )
-        self.head = model.get_output_embeddings()
-        if model.loss_type not in (*_NEXT_TOKEN, "ForMaskedLM") or not isinstance(self.head, torch.nn.Linear):
-            raise ValueError(
-                f"{op}: linear=True is for language models with a linear output head, got {type(model).__name__}"
-            )
-        self.active = False
-        undo.callback(whole.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-        undo.callback(whole.register_forward_hook(self._after, always_call=True).remove)
-
-    def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if model.training and kwargs.get("labels") is not None:
-            self.active = True
-            self.head.forward = lambda features: features
-
-    def _after(self, *_: Any) -> None:
-        if self.active:
-            self.active = False
-            del self.head.forward
-
-
-def _logits_and_labels(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The logits and labels in a model's call of its loss: by keyword, or by position and type."""
-    names = ("labels", "logits") if kind in _ROW else ("logits", "labels")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    logits = given["pooled_logits"] if given.get("pooled_logits") is not None else given["logits"]
-    return logits, given["labels"]
-
-
-def _check_several_labels(
-    op: str, config: Any, gamma: Any, label_smoothing: float, detach_modulation: bool, modulation: object
-) -> None:
-    if config.problem_type not in (None, "multi_label_classification") or config.num_labels == 1:
-        raise ValueError(f"{op}: labels must be classes, got numbers for problem_type {config.problem_type!r}")
-    if isinstance(gamma, GammaTable) or label_smoothing or detach_modulation or modulation is not None:
-        raise ValueError(
-            f"{op}: several labels per row take a number gamma, and none of label_smoothing, detach_modulation "
-            "and modulation"
-        )
 
 
 def _restore(model: Any, before: Callable[..., Tensor] | None) -> None:
@@ -284,7 +145,12 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     ``trainer.evaluate()`` and to the last entry of ``trainer.state.log_history``: the mean negative log-likelihood in
     nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature above 1 means
     that the model is over-confident. NaN logits make all three NaN. With several evaluation
-    sets, the names have the prefix of the set, such as ``eval_name_nll``.
+    sets, the names have the prefix of the set, such as ``eval_name_nll``. Labels are shifted to the next token if the
+    model's own loss shifts them.
+
+    Pass the callback as ``Trainer(callbacks=[...])``. If ``trainer.add_callback`` adds it, the first evaluation before
+    training has no numbers. With ``compute_loss_func`` or ``label_smoothing_factor``, ``Trainer`` passes no labels to
+    the model, and no evaluation has numbers. In both cases one UserWarning says why.
 
     Args:
         n_bins: bins of the ECE.
@@ -307,22 +173,49 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
         self.max_samples = integer("CalibrationCallback", "max_samples", max_samples, 1)
         self.results: dict[str, float] = {}
         self._last: tuple[Tensor, Tensor] | None = None
+        self._model: Any = None
+        self._handle: Any = None
+        self._problem = ""
+        self._warned = False
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kwargs["model"].register_forward_hook(self._see, with_kwargs=True)
+        self._attach(kwargs["model"])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._attach(kwargs["model"])  # trainer.add_callback() calls no on_init_end; model_init makes a new model
+
+    def _attach(self, model: Any) -> bool:
+        if model is self._model:
+            return False
+        if self._handle is not None:
+            self._handle.remove()
+        self._model, self._handle = model, model.register_forward_hook(self._see, with_kwargs=True)
+        return True
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._attach(kwargs["model"]):
+            self._problem = (
+                "trainer.add_callback() came after the Trainer was built, so that the callback has missed the first "
+                "batch of this evaluation; pass callbacks=[...] to Trainer, or evaluate again"
+            )
         if self._last is not None and sum(len(labels) for _, labels in self._kept) < self.max_samples:
             self._kept.append(self._last)
         self._last = None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        if not self._kept:
+        kept, problem, self._kept, self._problem = self._kept, self._problem, [], ""
+        if problem or not kept:
+            if not self._warned:
+                self._warned = True
+                problem = problem or (
+                    "no forward pass had labels that count and logits; with compute_loss_func or "
+                    "label_smoothing_factor, Trainer passes no labels to the model"
+                )
+                warnings.warn(f"CalibrationCallback: no numbers for this evaluation: {problem}", stacklevel=2)
             return
-        logits = torch.cat([kept for kept, _ in self._kept])[: self.max_samples]
-        labels = torch.cat([kept for _, kept in self._kept])[: self.max_samples]
-        self._kept = []
+        logits = torch.cat([rows for rows, _ in kept])[: self.max_samples]
+        labels = torch.cat([targets for _, targets in kept])[: self.max_samples]
         log_probs = logits.log_softmax(-1)
         figures = [math.nan] * 3  # of a training that has diverged, which goes on
         if not bool(log_probs.isnan().any()):
@@ -338,11 +231,21 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(self.results)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        self._kept = []  # the rows of trainer.predict() are of no evaluation
+        self._kept, self._problem = [], ""  # the rows of trainer.predict() are of no evaluation
 
     def _see(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        labels, logits = kwargs.get("labels"), getattr(output, "logits", None)
-        if model.training or labels is None or logits is None:
+        if model.training:
+            return
+        labels = _own_loss.argument(model, args, kwargs, "labels")
+        if labels is None:
+            if kwargs.get("num_items_in_batch") is not None:
+                self._problem = (
+                    "Trainer keeps the labels from the model, because of compute_loss_func or "
+                    "label_smoothing_factor; leave both out, for example with use_focal_loss"
+                )
+            return
+        loss, logits = _own_loss.loss_and_logits(output)
+        if logits is None:
             return
         if labels.is_floating_point() or logits.shape[-1] < 2:
             raise ValueError(
@@ -350,8 +253,14 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
                 f"{labels.dtype} and logits of shape {list(logits.shape)}; leave the callback out for regression and "
                 "for several labels per row"
             )
-        if getattr(model, "loss_type", None) in _NEXT_TOKEN:
-            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        base, shifted = _own_loss.base_model(model), kwargs.get("shift_labels")
+        if shifted is not None:
+            labels = shifted
+        elif _own_loss.loss_kind(base) in _own_loss.NEXT_TOKEN:
+            n_items = kwargs.get("num_items_in_batch")
+            shift = _own_loss.shift_of_own_loss(base, logits, labels, loss, n_items)
+            if _own_loss.shifts_by_name(base) if shift is None else shift:
+                logits, labels = logits[..., :-1, :], labels[..., 1:]
         logits, labels = logits.detach().reshape(-1, logits.shape[-1]), labels.reshape(-1)
         counts = (labels >= 0).nonzero().squeeze(1)[: self.max_samples]
         self._last = logits[counts].float().cpu(), labels[counts].cpu()

@@ -125,7 +125,10 @@ def test_several_labels_per_row(make):
     model = make("SequenceClassification", num_labels=3, problem_type="multi_label_classification")
     ids, _ = tokens()
     labels = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1]])
-    expected = fk.sigmoid_focal_loss(model(input_ids=ids).logits, labels, 2.0, reduction="mean")
+    expected = fk.sigmoid_focal_loss(model(input_ids=ids).logits, labels, 2.0, None, reduction="mean")
+    own = model(input_ids=ids, labels=labels).loss
+    with use_focal_loss(model, 0.0):
+        assert_close(model(input_ids=ids, labels=labels).loss, own)
     with use_focal_loss(model):
         assert_close(model(input_ids=ids, labels=labels).loss, expected)
     with (
