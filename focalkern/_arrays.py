@@ -10,22 +10,24 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import short
-from focalkern._columns import ColumnsError, class_columns
+from focalkern._columns import ClassColumns, ColumnsError, class_columns
 from focalkern._devices import where_float64
 from focalkern._types import FLOATS
 
-__all__ = ["arrays_for_arrays", "as_array", "as_tensor", "flat_rows", "with_tensors"]
+__all__ = ["arrays_for_arrays", "as_array", "as_tensor", "columns_of_frame", "flat_rows", "with_tensors"]
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def as_tensor(values: Any, what: str = "an argument") -> Tensor:
+def as_tensor(
+    values: Any, what: str = "an argument", check_columns: Callable[[ClassColumns], None] | None = None
+) -> Tensor:
     """A tensor, detached; anything else converted by NumPy, without a copy where that is safe.
 
     focalkern computes with such values in float64, so a tensor of a device without float64 is copied to the
-    CPU.
+    CPU. ``check_columns`` may raise for the columns of a frame.
 
     Raises:
         TypeError: NumPy cannot make an array of numbers of it; ``what`` names the operator and the argument.
@@ -41,12 +43,11 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
         if values.is_meta:
             raise ValueError(f"{what} must have values, got {short(values)} on the device meta")
         return where_float64(values)
-    if hasattr(values, "columns") and hasattr(values, "to_numpy"):  # a frame, whose columns may be in any order
-        try:
-            places = class_columns([str(name) for name in values.columns]).places
-        except ColumnsError as error:
-            raise ValueError(f"{what}: {error}; pass the array of the classes: .to_numpy()") from error
-        values = values.to_numpy()[:, places]
+    columns = None if isinstance(values, np.ndarray) else columns_of_frame(values, what)
+    if columns is not None:
+        if check_columns is not None:
+            check_columns(columns)
+        values = values.to_numpy()[:, columns.places]
     try:
         array = np.asarray(values, order="C")
         # torch supports only the machine's byte order.
@@ -56,6 +57,20 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
     except Exception as error:  # objects, text, dates; rows of several lengths
         found = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
         raise TypeError(f"{what} must be a tensor or an array of numbers, got {found}") from error
+
+
+def columns_of_frame(values: Any, what: str) -> ClassColumns | None:
+    """The columns of a frame that are the classes, which may be in any order; None for anything else.
+
+    Raises:
+        ValueError: columns that may not be classes.
+    """
+    if not hasattr(values, "columns") or not hasattr(values, "to_numpy"):
+        return None
+    try:
+        return class_columns([str(name) for name in values.columns])
+    except ColumnsError as error:
+        raise ValueError(f"{what}: {error}; pass the array of the classes: .to_numpy()") from error
 
 
 def flat_rows(input: Tensor) -> Tensor:

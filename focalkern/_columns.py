@@ -2,10 +2,12 @@
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ClassColumns", "ColumnsError", "class_columns"]
+from focalkern._types import InputKind
+
+__all__ = ["ClassColumns", "ColumnsError", "class_columns", "column_misfit", "kind_from_name"]
 
 # Columns that other programs write next to the classes. Beside numbered columns, any other column is refused.
 _NO_CLASS = re.compile(
@@ -44,6 +46,26 @@ class ClassColumns:
     names: list[str]
     numbers: list[int] | None = None
     prefix: str = ""
+
+    @property
+    def kind(self) -> InputKind | None:
+        """The kind of input by the prefix of numbered columns, or by the names of all columns."""
+        said = {kind_from_name(name) for name in ([self.prefix] if self.numbers is not None else self.names)}
+        return said.pop() if len(said) == 1 else None
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes: ``cat`` for the column ``logit_cat``; for numbered columns the numbers."""
+        if self.numbers is not None:
+            return [str(number) for number in self.numbers]
+        if self.kind is None:
+            return self.names
+        prefix = r"^(logits?|prob(s|a|ability|abilities)?)[^a-zA-Z0-9]+"
+        return [re.sub(prefix, "", name) or name for name in self.names]
+
+    def names_of_labels(self, labels: Collection[str]) -> list[str] | None:
+        """The names of all columns, ``logit_cat`` or ``cat``, if each label is one of them; else None."""
+        return next((names for names in (self.names, self.classes) if set(labels) <= set(names)), None)
 
 
 def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColumns:
@@ -91,6 +113,22 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
         if odd:
             raise ColumnsError(f"expected only columns of classes and labels, found {_listed(odd)}")
     return ClassColumns(places, found)
+
+
+def column_misfit(wanted: Sequence[str], found: Sequence[str]) -> str:
+    """The first column whose name is not the wanted one, for the middle of an error; empty if there is none."""
+    for place, (one, other) in enumerate(zip(wanted, found, strict=False)):
+        if one != other:
+            return f"{one!r} as class {place}, found {other!r}"
+    return ""
+
+
+def kind_from_name(name: str) -> InputKind | None:
+    """The kind of input by the name of an array or of columns; None if the name does not determine it."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    if words & {"logit", "logits"}:
+        return "logits"
+    return "probs" if words & {"prob", "probs", "proba", "probability", "probabilities"} else None
 
 
 def _in_order(names: Sequence[str], prefix: str, group: list[int]) -> ClassColumns:

@@ -25,6 +25,7 @@ from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Fitted, Layout
 from focalkern.calibrators._inputs import floored_input, widened
+from focalkern.calibrators._named_columns import named_columns
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
 
@@ -54,7 +55,8 @@ class Calibrator(Fitted):
                 and the fitted calibrator takes and returns this layout.
             target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
                 Strings, as in scikit-learn, are the columns in alphabetical order; each must occur. Numbers as text
-                raise an error if their alphabetical order is not their own.
+                raise an error if their alphabetical order is not their own. If ``logits`` is a frame and all strings
+                are names of its columns, the classes are the columns in their order.
             sample_weight: [N], or of the shape of ``target``: a row with weight w counts w times; None is 1.
             ignore_index: label of ignored rows; None ignores no row.
 
@@ -121,10 +123,18 @@ class Calibrator(Fitted):
         name = type(self).__name__
         self._check_parameters()
         input = self._as_tensor(logits)
+        columns = named_columns(name, logits)
         one_logit = input.dim() == 1
         input = self._pairs(widened(input) if self.input_kind == "probs" else input) if one_logit else input
         rows = as_rows(
-            name, input, target, sample_weight, ignore_index, input_kind=self.input_kind, one_logit=one_logit
+            name,
+            input,
+            target,
+            sample_weight,
+            ignore_index,
+            input_kind=self.input_kind,
+            one_logit=one_logit,
+            columns=columns,
         )
         if assumed:
             refuse_probs(name, rows.input)
@@ -134,7 +144,7 @@ class Calibrator(Fitted):
         is_small = rows.input.numel() <= _FEW_LOGITS and threading.current_thread() is threading.main_thread()
         with one_thread() if is_small else contextlib.nullcontext():
             fitted = self._fit(of_fit)
-            layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense)
+            layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense, columns)
             self._become(fitted, layout, n_samples=len(rows.input), floor=floor)
             self.warnings_ = tuple(self._fit_warnings(of_fit))
         return rows

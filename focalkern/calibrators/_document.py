@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from focalkern._checks import short
+from focalkern._columns import ClassColumns
 from focalkern._version import __version__
 from focalkern.calibrators._fitted import BY_METHOD, Fitted, Layout
 from focalkern.calibrators._parameters import Parameters, as_numbers
@@ -20,6 +21,7 @@ __all__ = [
     "as_map",
     "as_number",
     "calibrator_from_json",
+    "columns_of_fit",
     "from_document",
     "nested_document",
     "read_document",
@@ -128,7 +130,9 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     names = np.asarray(fit["classes"]) if "classes" in fit else None
     if names is not None and (names.shape != (n_classes,) or names.dtype.kind != "U"):
         raise ValueError(f"expected {n_classes} classes with names, found {short(fit['classes'])}")
-    layout = Layout(n_classes, names, fit.get("one_logit") is True, fit.get("dense") is True)
+    called = list(columns_of_fit(document))
+    columns = ClassColumns(list(range(n_classes)), called) if len(called) == n_classes else None
+    layout = Layout(n_classes, names, fit.get("one_logit") is True, fit.get("dense") is True, columns)
     if layout.one_logit and n_classes != 2:
         raise ValueError(f"expected 2 classes where a row is one logit, found {n_classes}")
     floor = as_number("input_floor", document.get("input_floor", 0.0))
@@ -138,6 +142,14 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     calibrator._become(fitted, layout, n_samples=n_samples, floor=floor)
     calibrator.warnings_ = tuple(str(words) for words in fit.get("warnings", ()))
     return calibrator
+
+
+def columns_of_fit(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the columns of the table to which a saved calibrator was fitted; empty without names."""
+    found: Any = document["fit"]
+    for key in ("evidence", "data", "validation", "classes"):
+        found = found.get(key, ()) if isinstance(found, dict) else ()
+    return tuple(found) if isinstance(found, list) and all(isinstance(name, str) for name in found) else ()
 
 
 def as_number(name: str, value: Any) -> float:

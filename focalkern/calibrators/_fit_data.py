@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
 from focalkern._checks import TO_FLOAT, label, label_range, parsed_float, short
+from focalkern._columns import ClassColumns
 from focalkern._diagnostics import may_be_logits, remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
 from focalkern.fallback._checks import sum_tolerance
@@ -60,16 +61,17 @@ def as_rows(
     *,
     input_kind: str,
     one_logit: bool,
+    columns: ClassColumns | None = None,
     empty: bool = False,
 ) -> FitData:
     """Rows of :meth:`Calibrator.fit`; ``name`` is the calibrator's, ``input`` [N, C] or [N, C, d1, ...].
 
-    ``empty`` permits 0 rows, for batches.
+    ``columns`` are those of a frame, if they have names; ``empty`` permits 0 rows, for batches.
     """
     check_input(name, input, any_rank=input.dim() > 2, class_axis=1 if input.dim() > 2 else -1)
     n_classes = input.shape[1]
     expected = (input.shape[0], *input.shape[2:])
-    labels, names = _as_target(name, target, expected, n_classes, one_logit)
+    labels, names = _as_target(name, target, expected, n_classes, one_logit, columns)
     labels = labels.to(input.device)
     weight = None if sample_weight is None else as_weight(name, sample_weight, expected).to(input.device)
     dense = input.dim() > 2
@@ -164,26 +166,20 @@ def as_floating(name: str, input: Tensor) -> Tensor:
 
 
 def _as_target(
-    name: str, values: Any, expected: tuple[int, ...], n_classes: int, one_logit: bool
+    name: str,
+    values: Any,
+    expected: tuple[int, ...],
+    n_classes: int,
+    one_logit: bool,
+    columns: ClassColumns | None = None,
 ) -> tuple[Tensor, np.ndarray[Any, Any] | None]:
     """Labels of shape ``expected``, int64, and the names of the classes."""
     names = None
     array = None if isinstance(values, Tensor) else labels_array(name, values)
-    if array is not None and array.dtype.kind in "USO":
-        kinds = {type(value) for value in array.flat}
-        if all(issubclass(kind, str) for kind in kinds):
-            names, array = np.unique(array.astype(str), return_inverse=True)
-            if len(names) != n_classes:
-                raise ValueError(
-                    f"{name}: target must name each of the {n_classes} classes of the logits, got {len(names)} "
-                    "names; integers 0 to C - 1 may leave classes out"
-                )
-            _check_order(name, names)
-        elif all(issubclass(kind, int | float | np.integer | np.floating | np.bool_) for kind in kinds):
-            array = np.array(array.tolist())
-        else:
-            found = " and ".join(sorted(kind.__name__ for kind in kinds))
-            raise TypeError(f"{name}: target must be integer class indices or strings, got {found}")
+    if array is not None and _are_strings(name, array):
+        names, array = _named_labels(name, array.astype(str), n_classes, columns)
+    elif array is not None and array.dtype.kind == "O":
+        array = np.array(array.tolist())
     target = as_tensor(values if array is None else array, f"{name}: target")
     if tuple(target.shape) != expected:
         letters = ", ".join(["N", *(f"d{i}" for i in range(1, len(expected)))])
@@ -198,6 +194,37 @@ def _as_target(
             value = target[odd][0].item()
             raise ValueError(f"{name}: target must be whole numbers where it is {target.dtype}, got {value}")
     return target.to(torch.int64), names
+
+
+def _are_strings(name: str, labels: np.ndarray[Any, Any]) -> bool:
+    """Whether labels are strings; raises TypeError if they are neither strings nor numbers."""
+    if labels.dtype.kind not in "USO":
+        return False
+    kinds = {type(value) for value in labels.flat}
+    if all(issubclass(kind, str) for kind in kinds):
+        return True
+    if not all(issubclass(kind, int | float | np.integer | np.floating | np.bool_) for kind in kinds):
+        found = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(f"{name}: target must be integer class indices or strings, got {found}")
+    return False
+
+
+def _named_labels(
+    name: str, labels: np.ndarray[Any, Any], n_classes: int, columns: ClassColumns | None
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Names of the classes [C], and the labels as class indices."""
+    names, index = np.unique(labels, return_inverse=True)
+    of_columns = None if columns is None else columns.names_of_labels(names.tolist())
+    if of_columns is not None:
+        places = np.array([of_columns.index(one) for one in names.tolist()], dtype=np.int64)
+        return np.array(of_columns), places[index]
+    if len(names) != n_classes:
+        raise ValueError(
+            f"{name}: target must name each of the {n_classes} classes of the logits, got {len(names)} "
+            "names; integers 0 to C - 1 may leave classes out"
+        )
+    _check_order(name, names)
+    return names, index
 
 
 def _misfit_remedy(found: tuple[int, ...], expected: tuple[int, ...], n_classes: int, one_logit: bool) -> str:

@@ -10,31 +10,32 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
+from focalkern._columns import ClassColumns
 from focalkern._devices import cpu_by_default
 from focalkern._diagnostics import likely_sum
 from focalkern.calibrators._fit_data import as_floating, check_input, check_values, labels_array, weighted_mean
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._modules import ClassAxis, FlooredInput
+from focalkern.calibrators._named_columns import check_columns, expected_columns
 from focalkern.calibrators._parameters import Parameters
 from focalkern.calibrators._warnings import warn
 
 __all__ = ["BY_METHOD", "Fitted", "Layout", "NotFittedError", "renamed"]
 
-
 _FEW = 4096
-
 _UNSEEN = "_unseen"
 
 BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator class, by its "method" in JSON files
 
 
 class Layout(NamedTuple):
-    """The classes of the input of ``fit``, their names, and the layout of the input."""
+    """The classes of the input of ``fit``, their names, its layout, and the names of its columns, if it was a frame."""
 
     n_classes: int
     names: np.ndarray[Any, Any] | None = None
     one_logit: bool = False
     dense: bool = False
+    columns: ClassColumns | None = None
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -62,6 +63,7 @@ class Fitted(Parameters):
     dense_: bool
     warnings_: tuple[str, ...]
     _names: np.ndarray[Any, Any] | None  # names of the classes; None if they are numbers
+    _columns: ClassColumns | None = None  # the columns of the frame of fit; None if they had no names
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -71,6 +73,8 @@ class Fitted(Parameters):
     @property
     def classes_(self) -> np.ndarray[Any, Any]:
         """[C]: the names of the classes in the order of the columns, or 0, 1, ... C - 1.
+
+        String labels are in alphabetical order; if all are names of the columns of a frame, in the order of the frame.
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), ["cat"] * 8 + ["dog"] * 2
@@ -260,7 +264,7 @@ class Fitted(Parameters):
         for name in ("_made_for", _UNSEEN):
             vars(self).pop(name, None)
         vars(self).update(fitted)
-        self.n_classes_, self._names, self.one_logit_, self.dense_ = layout
+        self.n_classes_, self._names, self.one_logit_, self.dense_, self._columns = layout
         self.n_samples_, self.input_floor_ = n_samples, floor
         self.warnings_ = ()
 
@@ -276,6 +280,13 @@ class Fitted(Parameters):
 
     def _as_tensor(self, logits: Any) -> Tensor:
         return as_tensor(logits, f"{type(self).__name__}: logits")
+
+    def _check_columns(self, columns: ClassColumns) -> None:
+        check_columns(type(self).__name__, columns, self._expected_columns(columns.classes))
+
+    def _expected_columns(self, found: Sequence[str]) -> Sequence[str]:
+        """The names that columns called ``found`` must have; empty if any will do."""
+        return expected_columns(self._columns, self._names, found)
 
     def _laid_out(self, given: Any, result: Tensor) -> Any:
         """Converts a result [..., C] to the type of the input (tensor or array) and to its class dimension."""
@@ -293,7 +304,7 @@ class Fitted(Parameters):
     def _of_fit(self, logits: Any) -> Tensor:
         """Input as rows [..., C] with the classes of ``fit``; does not check their values."""
         self._check_fitted()
-        input = self._as_tensor(logits)
+        input = as_tensor(logits, f"{type(self).__name__}: logits", self._check_columns)
         if self.one_logit_:
             input = self._pairs(input)
         elif self.dense_ and input.dim() > 2:

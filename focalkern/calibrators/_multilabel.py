@@ -18,6 +18,7 @@ from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._label_scalings import fit_labels, map_of_label, module_of_label
 from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits, PerLabelLogits
+from focalkern.calibrators._named_columns import named_columns
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._structured import StructuredScaling
@@ -153,9 +154,9 @@ class MultiLabelScaling(Calibrator):
         template = template if self.scaling is None else self.scaling
         found = fit_labels(name, template, input, labels, known, weight)
         fitted = self._of(found.scalings, found.positive, found.remarks)
-        floor = float(getattr(template, "floor", 0.0))
         counted = input if weight is None else input[weight > 0]
-        self._become(fitted, Layout(input.shape[1]), n_samples=len(counted), floor=floor)
+        layout = Layout(input.shape[1], columns=named_columns(name, logits))
+        self._become(fitted, layout, n_samples=len(counted), floor=float(getattr(template, "floor", 0.0)))
         self.warnings_ = tuple(found.warnings)
         return counted
 
@@ -277,7 +278,7 @@ class MultiLabelScaling(Calibrator):
             >>> fk.MultiLabelScaling().fit(logits, labels).score(logits, labels)
             0.8
         """
-        name, found = type(self).__name__, self.predict(self._as_tensor(logits))
+        name, found = type(self).__name__, torch.as_tensor(self.predict(logits))
         wanted = as_tensor(target, f"{name}: target").cpu()
         if wanted.shape != found.shape:
             raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
@@ -347,7 +348,7 @@ class MultiLabelScaling(Calibrator):
 
     def _of_fit(self, logits: Any) -> Tensor:
         self._check_fitted()
-        input = self._as_tensor(logits)
+        input = as_tensor(logits, f"{type(self).__name__}: logits", self._check_columns)
         self._check_labels(input)
         if input.dim() < 1 or input.shape[-1] != self.n_classes_:
             raise ValueError(

@@ -1,7 +1,6 @@
 """Arrays in files: all of them by name, or a few rows at a time if the format permits it."""
 
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._columns import kind_from_name
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.paths import open_file
 from focalkern.files.samples import Hint, InputError
@@ -21,7 +21,6 @@ __all__ = [
     "READ_ERRORS",
     "ArrayRows",
     "find_sets",
-    "kind_from_name",
     "kind_of_file",
     "load_numpy",
     "rows_of_tensor",
@@ -150,14 +149,6 @@ def rows_of_tensor(source: str, name: str, tensor: Tensor) -> ArrayRows:
 
 
 # ---- names of arrays -----------------------------------------------------------------------------------------------
-
-
-def kind_from_name(name: str) -> InputKind | None:
-    """The kind of input by the name of an array or of columns; None if the name does not determine it."""
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    if words & {"logit", "logits"}:
-        return "logits"
-    return "probs" if words & {"prob", "probs", "proba", "probability", "probabilities"} else None
 
 
 def kind_of_file(source: str, name_says: InputKind | None, input_kind: InputKind | None) -> InputKind:

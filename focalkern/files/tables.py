@@ -1,6 +1,5 @@
 """Tables with a column per class and a column of labels: text, parquet, feather, and frames of pandas or polars."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from focalkern._checks import parsed_float, short
-from focalkern._columns import ClassColumns, ColumnsError, class_columns
+from focalkern._columns import ClassColumns, ColumnsError, class_columns, column_misfit
 from focalkern._types import InputKind
-from focalkern.files.arrays import kind_from_name
 from focalkern.files.csv_text import read_text_table
 from focalkern.files.paths import open_file, suffix_of
 from focalkern.files.samples import (
@@ -179,12 +177,12 @@ def read_unlabelled(
     first = min(classes, default=0)
     named = [(place, (names[place], column)) for place, column in zip(others, columns, strict=True)]
     rest = OtherColumns(
-        tuple(_class_names(found)),
+        tuple(found.classes),
         tuple(pair for place, pair in named if place < first),
         tuple(pair for place, pair in named if place > first),
         found.numbers is not None,
     )
-    return input_kind or _kind_of_columns(found) or "logits", values, rest
+    return input_kind or found.kind or "logits", values, rest
 
 
 def _columns_error(source: str, error: ColumnsError, *hint: Hint) -> InputError:
@@ -192,21 +190,6 @@ def _columns_error(source: str, error: ColumnsError, *hint: Hint) -> InputError:
     if error.remedy:
         return InputError(f"{source}: {error}; {error.remedy}")
     return InputError(f"{source}: {error}", hint=hint)
-
-
-def _class_names(classes: ClassColumns) -> list[str]:
-    """Names of the classes: ``cat`` for the column ``logit_cat``; for numbered columns the numbers."""
-    if classes.numbers is not None:
-        return [str(number) for number in classes.numbers]
-    if _kind_of_columns(classes) is None:
-        return classes.names
-    return [re.sub(r"^(logits?|prob(s|a|ability|abilities)?)[^a-zA-Z0-9]+", "", name) or name for name in classes.names]
-
-
-def _kind_of_columns(classes: ClassColumns) -> InputKind | None:
-    """The kind of input by the prefix of numbered columns, or by the names of all columns."""
-    said = {kind_from_name(name) for name in ([classes.prefix] if classes.numbers is not None else classes.names)}
-    return said.pop() if len(said) == 1 else None
 
 
 def arrow_table(source: str, files: Sequence[str]) -> Any:
@@ -322,7 +305,7 @@ def _set(
     ignore_index: int | None,
 ) -> LogitSet:
     source, classes = table.source, table.classes
-    kind = input_kind or _kind_of_columns(classes) or "logits"
+    kind = input_kind or classes.kind or "logits"
     for name, column in zip(classes.names, columns, strict=True):
         if column.dtype.kind not in "fiu":
             raise InputError(f"{source}: {name}: expected numbers, found {column.dtype}")
@@ -334,23 +317,21 @@ def _set(
     if len(kept) and not kept.any():
         raise InputError(f"{source}: {table.label_name}: expected a label other than {ignore_index}, found none")
     every, labels = np.full(len(labels), _NO_LABEL), labels[kept]
-    names = None if classes.numbers is not None else classes.names
-    if names is not None and labels.dtype.kind in "OUS" and not set(map(str, labels.tolist())) <= set(names):
-        names = _class_names(classes)  # cat for the column prob_cat
-    if names is None and labels.dtype.kind in "OUS" and set(map(str, labels.tolist())) <= set(classes.names):
-        names = classes.names  # p_3 as a label
+    names = classes.names_of_labels(set(map(str, labels.tolist()))) if labels.dtype.kind in "OUS" else None
+    if names is None and classes.numbers is None:
+        names = classes.classes
     first = 0 if classes.numbers is None else classes.numbers[0]
     every[kept] = label_numbers(source, table.label_name, labels, len(classes.places), names=names, first=first)
     rows = checked_set(source, "", kind, kind, values, table.label_name, every, _NO_LABEL)
     check_input_kind(source, f"{classes.names[0]} to {classes.names[-1]}", kind, input_kind, rows.input)
-    return rows if classes.numbers is not None else replace(rows, classes=tuple(_class_names(classes)))
+    return rows if classes.numbers is not None else replace(rows, classes=tuple(classes.classes))
 
 
 def check_column_names(expected: str, wanted: Sequence[str], source: str, names: Sequence[str]) -> None:
     """Raises InputError if the columns of the classes have names, and not the ``expected`` ones in their order."""
-    for place, (one, other) in enumerate(zip(wanted, names, strict=False)):
-        if one != other:
-            raise InputError(f"{source}: expected {expected}, {one!r} as class {place}, found {other!r}")
+    misfit = column_misfit(wanted, names)
+    if misfit:
+        raise InputError(f"{source}: expected {expected}, {misfit}")
 
 
 def _is_number(label: Any, number: int | None) -> bool:

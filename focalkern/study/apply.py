@@ -14,13 +14,12 @@ from torch import Tensor
 from focalkern._atomic import opened_atomically, write_atomically
 from focalkern._checks import path_text
 from focalkern.calibrators import Calibrator, InputKind, load_calibrator
-from focalkern.calibrators._document import read_document
 from focalkern.files import InputError
 from focalkern.files.inputs import UnlabelledRows, open_unlabelled
 from focalkern.files.samples import check_options
-from focalkern.files.tables import check_column_names
+from focalkern.study.evaluate import check_fits
 
-__all__ = ["OUTPUTS", "apply_calibrator", "columns_of_fit"]
+__all__ = ["OUTPUTS", "apply_calibrator"]
 
 _TABLES = (".csv", ".parquet", ".feather")
 OUTPUTS = (".npy", ".npz", ".safetensors", ".pt", *_TABLES)
@@ -76,21 +75,13 @@ def apply_calibrator(
     suffix = target.suffix.lower()
     if suffix not in OUTPUTS:
         raise InputError(f"{out}: expected a name that ends in {', '.join(OUTPUTS)}, found {suffix or 'no suffix'!r}")
-    where = calibrator if not isinstance(calibrator, Calibrator) else "the calibrator"
+    where = "the calibrator" if isinstance(calibrator, Calibrator) else str(calibrator)
     fitted = calibrator if isinstance(calibrator, Calibrator) else load_calibrator(calibrator)
     if fitted is not calibrator:  # the kind of the rows is checked here
         fitted._look_at_next(False)
-    columns = () if isinstance(calibrator, Calibrator) else columns_of_fit(read_document(calibrator))
-    kind = getattr(fitted, "input_kind", "logits")
     sets = open_unlabelled(source, input_kind, logits_key, storage_options)
-    if fitted.one_logit_:
-        raise InputError(f"{where}: expected a calibrator of [N, C] logits, found one of one logit per row")
     for rows in sets.values():
-        if rows.kind != kind:
-            raise InputError(f"{source}: expected {kind}, for which {where} was fitted, found {rows.kind}")
-        if rows.n_classes != fitted.n_classes_:
-            raise InputError(f"{source}: expected the {fitted.n_classes_} classes of {where}, found {rows.n_classes}")
-        check_column_names(f"the columns to which {where} was fitted", columns, source, rows.table.names)
+        check_fits(where, fitted, rows, rows.table.names)
     if suffix in (".npy", *_TABLES) and len(sets) > 1:
         raise InputError(f"{out}: expected .npz, .safetensors or .pt for {' and '.join(sets)}, found {suffix}")
     pixels = next((rows.shape for rows in sets.values() if rows.pixels), None)
@@ -109,14 +100,6 @@ def apply_calibrator(
             content = _encoded(suffix, arrays)
         write_atomically(target, content)
     return {name: rows.shape for name, rows in named.items()}
-
-
-def columns_of_fit(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the columns of the table to which a saved calibrator was fitted; empty without names."""
-    found: Any = document["fit"]
-    for key in ("evidence", "data", "validation", "classes"):
-        found = found.get(key, ()) if isinstance(found, dict) else ()
-    return tuple(found) if isinstance(found, list) and all(isinstance(name, str) for name in found) else ()
 
 
 def _batches(fitted: Calibrator, rows: UnlabelledRows) -> Iterator[Tensor]:

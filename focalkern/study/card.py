@@ -10,8 +10,8 @@ from typing import Any
 from focalkern._checks import path_text
 from focalkern.calibrators import Calibrator, load_calibrator
 from focalkern.calibrators._candidates import keeps_predictions
+from focalkern.calibrators._document import columns_of_fit
 from focalkern.calibrators._verdict import describe_method, sentence
-from focalkern.study.apply import columns_of_fit
 from focalkern.study.samples import SCORES, count_rows
 
 __all__ = ["calibrator_card"]

@@ -1,11 +1,14 @@
 """Scores of samples without calibration and after a fitted calibrator."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from focalkern._checks import short
 from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling, RobustTemperatureScaling
 from focalkern.files import InputError, LogitSet
+from focalkern.files.inputs import UnlabelledRows
+from focalkern.files.tables import check_column_names
 from focalkern.study.remarks import remarks_on_bins, remarks_on_samples
 from focalkern.study.report.export import finite_or_none
 from focalkern.study.report.tables import format_table
@@ -13,7 +16,7 @@ from focalkern.study.results import CalibratorResult
 from focalkern.study.samples import Samples, as_samples, describe_samples, describe_source, scaling_or_none
 from focalkern.study.scores import identity, score
 
-__all__ = ["Evaluation", "evaluate_rows"]
+__all__ = ["Evaluation", "check_fits", "evaluate_rows"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def evaluate_rows(
         raise TypeError(f"evaluate_rows: calibrator must be a fitted calibrator or None, got {short(calibrator)}")
     samples = as_samples(given)
     if calibrator is not None:
-        _check(name, calibrator, samples)
+        if isinstance(calibrator, MultiLabelScaling):
+            raise InputError(f"{name}: expected a calibrator of one label per row, found {calibrator.method!r}")
+        check_fits(name, calibrator, samples, () if samples.memory is None else samples.memory.classes)
     fitted = [] if calibrator is None else [CalibratorResult(_method(calibrator), None, calibrator)]
     of_none, *of_fitted = score(samples, [(0.0, 1.0), *(one.calibrator for one in fitted)], n_bins)
     none = CalibratorResult("none", None, identity(samples, n_bins))
@@ -122,12 +127,17 @@ def _method(calibrator: Calibrator) -> str:
     return calibrator.method if scaling is None else scaling.method
 
 
-def _check(name: str, calibrator: Calibrator, rows: Samples) -> None:
-    """Raises InputError if the calibrator cannot be applied to the rows."""
-    if isinstance(calibrator, MultiLabelScaling):
-        raise InputError(f"{name}: expected a calibrator of one label per row, found {calibrator.method!r}")
+def check_fits(name: str, calibrator: Calibrator, rows: Samples | UnlabelledRows, columns: Sequence[str]) -> None:
+    """Raises InputError if the calibrator cannot be applied to the rows.
+
+    Args:
+        name: name of the calibrator.
+        calibrator: fitted.
+        rows: the rows.
+        columns: names of the classes in a table; empty without names.
+    """
     if calibrator.one_logit_:
-        raise InputError(f"{name}: expected a scaling for {rows.source}, found one of one logit per row")
+        raise InputError(f"{name}: expected a calibrator of [N, C] {rows.kind}, found one of one logit per row")
     kind = getattr(calibrator, "input_kind", rows.kind)
     if rows.kind != kind:
         raise InputError(f"{rows.source}: expected {kind}, for which {name} was fitted, found {rows.kind}")
@@ -135,3 +145,5 @@ def _check(name: str, calibrator: Calibrator, rows: Samples) -> None:
         raise InputError(
             f"{rows.source}: expected the {calibrator.n_classes_} classes of {name}, found {rows.n_classes}"
         )
+    wanted = calibrator._expected_columns(columns)
+    check_column_names(f"the columns to which {name} was fitted", wanted, rows.source, columns)

@@ -119,10 +119,23 @@ def test_a_calibrator_of_named_columns_takes_no_others(folder, run):
     assert "| classes | ant, bee, cat, dog |" in run("card", "named.json")[1]
     for name in ("fit.csv", "rows.npy"):
         assert run("apply", "named.json", name, "--out", "probs.npy")[0] == 0
-    code, _, err = run("apply", "named.json", "other.csv", "--out", "no.npy")
-    assert code == 2
-    assert "other.csv: expected the columns to which named.json was fitted, 'bee' as class 1, found 'cat'" in err
+    assert run("evaluate", "fit.csv", "--calibrator", "named.json")[0] == 0
+    words = "other.csv: expected the columns to which named.json was fitted, 'bee' as class 1, found 'cat'"
+    for command in (
+        ("apply", "named.json", "other.csv", "--out", "no.npy"),
+        ("evaluate", "other.csv", "--calibrator", "named.json"),
+    ):
+        code, _, err = run(*command)
+        assert code == 2 and words in err
     assert not os.path.exists("no.npy")
+    loaded = fk.load_calibrator("named.json")
+    (other,) = fk.files.read_sets("other.csv").values()
+    for call in (
+        lambda: apply_calibrator(loaded, "other.csv", "no.npy"),
+        lambda: fk.study.evaluate_rows(other, loaded),
+    ):
+        with pytest.raises(fk.files.InputError, match="'bee' as class 1, found 'cat'"):
+            call()
 
 
 def test_several_sets_and_labels_that_are_there(folder):

@@ -1,0 +1,49 @@
+"""Columns with names: those of the frame that ``fit`` took, and their order in later frames."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from focalkern._arrays import columns_of_frame
+from focalkern._columns import ClassColumns, column_misfit
+
+__all__ = ["check_columns", "expected_columns", "named_columns"]
+
+_MOST_SHOWN = 8
+
+
+def named_columns(name: str, logits: Any) -> ClassColumns | None:
+    """The classes of a frame whose columns have names; None for numbered columns, arrays and tensors."""
+    columns = None if isinstance(logits, Tensor) else columns_of_frame(logits, f"{name}: logits")
+    return None if columns is None or columns.numbers is not None else columns
+
+
+def expected_columns(
+    of_fit: ClassColumns | None, classes: np.ndarray[Any, Any] | None, found: Sequence[str]
+) -> Sequence[str]:
+    """The names that the columns ``found`` must have, in this order; empty if any names will do.
+
+    Args:
+        of_fit: the columns of ``fit``; None if they had no names.
+        classes: names of the classes; None if they are numbers. Columns with other names may be these classes, but
+            columns with the same names in another order are not those of ``fit``.
+        found: names of columns, without the prefix ``logit_`` or ``prob_``.
+    """
+    if of_fit is not None:
+        return of_fit.classes
+    return classes.tolist() if classes is not None and set(classes.tolist()) == set(found) else ()
+
+
+def check_columns(name: str, columns: ClassColumns, wanted: Sequence[str]) -> None:
+    """Raises ValueError for columns with other names than ``wanted``, or in another order; numbers are no names."""
+    misfit = "" if columns.numbers is not None else column_misfit(wanted, columns.classes)
+    if misfit:
+        called = dict(zip(columns.classes, columns.names, strict=True))
+        order = [called.get(one, one) for one in wanted]
+        more = ", ..." if len(order) > _MOST_SHOWN else ""
+        remedy = f"pass frame[[{', '.join(map(repr, order[:_MOST_SHOWN]))}{more}]]"
+        if not set(wanted) <= set(called):
+            remedy += ", or frame.to_numpy() if its columns are these classes in this order"
+        raise ValueError(f"{name}: logits must have the columns of fit in their order, {misfit}; {remedy}")

@@ -1,0 +1,106 @@
+"""Frames whose columns have names: the classes they give, and their order after the fit."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import focalkern as fk
+
+pandas = pytest.importorskip("pandas")
+
+NAMES = ["zebra", "ape", "mule"]  # not in alphabetical order
+_RNG = np.random.default_rng(0)
+LABELS = _RNG.integers(3, size=300)
+LOGITS = 1.5 * _RNG.normal(size=(300, 3)) + 2 * np.eye(3)[LABELS]
+FRAME = pandas.DataFrame(LOGITS, columns=NAMES)
+OTHER_ORDER = FRAME[["ape", "zebra", "mule"]]
+ORDER = (
+    r"^{}: logits must have the columns of fit in their order, 'zebra' as class 0, found 'ape'; "
+    r"pass frame\[\['zebra', 'ape', 'mule'\]\]$"
+)
+
+
+def named(labels):
+    return np.array(NAMES)[labels]
+
+
+# One calibrator per fit: focal map, spline, bins, and one that fits others.
+@pytest.mark.parametrize("kind", [fk.TemperatureScaling, fk.SplineScaling, fk.HistogramBinning, fk.AutoCalibrator])
+def test_columns_in_another_order_are_refused_after_the_fit(kind):
+    fitted = kind().fit_quietly(FRAME, LABELS)
+    expected = kind().fit_quietly(LOGITS, LABELS).predict_proba(LOGITS)
+    for given in (FRAME, LOGITS, torch.from_numpy(LOGITS), pandas.DataFrame(LOGITS), FRAME.add_prefix("logit_")):
+        assert np.array_equal(np.asarray(fitted.predict_proba(given)), expected)
+    order = ORDER.format(kind.__name__)
+    for method in (fitted.predict, fitted.predict_proba, fitted.predict_log_proba, fitted.changed):
+        with pytest.raises(ValueError, match=order):
+            method(OTHER_ORDER)
+    with pytest.raises(ValueError, match=order):
+        fitted.score(OTHER_ORDER, LABELS)
+    with pytest.raises(ValueError, match=order):
+        pickle.loads(pickle.dumps(fitted)).predict(OTHER_ORDER)
+    assert np.array_equal(fitted.classes_, [0, 1, 2])
+
+
+def test_the_error_names_the_columns_of_the_frame():
+    fitted = fk.TemperatureScaling().fit(FRAME, LABELS)
+    with pytest.raises(ValueError, match=r"pass frame\[\['logit_zebra', 'logit_ape', 'logit_mule'\]\]$"):
+        fitted.predict(OTHER_ORDER.add_prefix("logit_"))
+    with pytest.raises(
+        ValueError, match=r"'ape' as class 1, found 'horse'; pass frame\[\[.*\]\], or frame.to_numpy\(\)"
+    ):
+        fitted.predict(FRAME.rename(columns={"ape": "horse"}))
+    wide = pandas.DataFrame(4 * np.eye(9).repeat(2, 0), columns=[f"{letter}_" for letter in "ihgfedcba"])
+    fitted.fit_quietly(wide, np.arange(18) // 2 % 8)
+    with pytest.raises(ValueError, match=r"pass frame\[\['i_', .* 'b_', \.\.\.\]\]$"):
+        fitted.predict(wide[wide.columns[::-1]])
+
+
+def test_a_later_fit_forgets_the_columns():
+    fitted = fk.TemperatureScaling().fit(FRAME, LABELS).fit(LOGITS, LABELS)
+    expected = fitted.predict_proba(LOGITS[:, [1, 0, 2]])
+    assert np.array_equal(fitted.predict_proba(OTHER_ORDER), expected)
+    numbered = FRAME.set_axis(["logit_2", "logit_0", "logit_1"], axis=1)  # numbers decide the order
+    expected = fitted.fit(numbered, np.array([2, 0, 1])[LABELS]).predict_proba(LOGITS[:, [1, 2, 0]])
+    assert np.array_equal(fitted.predict_proba(numbered), expected)
+    assert np.array_equal(fitted.predict_proba(numbered[["logit_0", "logit_1", "logit_2"]]), expected)
+
+
+def test_labels_that_are_names_of_the_columns_give_the_classes():
+    expected = fk.TemperatureScaling().fit(LOGITS, LABELS)
+    prefixed = FRAME.add_prefix("logit_")
+    for frame, labels in ((FRAME, named(LABELS)), (prefixed, named(LABELS)), (prefixed, "logit_" + named(LABELS))):
+        fitted = fk.TemperatureScaling().fit(frame, pandas.Series(labels))
+        assert fitted.temperature_ == expected.temperature_
+        assert [name.removeprefix("logit_") for name in fitted.classes_] == NAMES
+        assert fitted.score(frame, labels) == expected.score(LOGITS, LABELS)
+    # A class of the columns may be without labels; other names are the classes in alphabetical order.
+    rows = LABELS != 1
+    fitted = fk.TemperatureScaling().fit(FRAME[rows], named(LABELS[rows]))
+    assert fitted.temperature_ == fk.TemperatureScaling().fit(LOGITS[rows], LABELS[rows]).temperature_
+    fitted = fk.TemperatureScaling().fit(FRAME, np.array(["a", "b", "c"])[LABELS])
+    assert fitted.classes_.tolist() == ["a", "b", "c"] and fitted.temperature_ == expected.temperature_
+
+
+def test_a_saved_calibrator_keeps_names_that_are_its_classes(tmp_path):
+    path = tmp_path / "c.json"
+    fk.AutoCalibrator().fit(FRAME, named(LABELS)).save(path)
+    loaded = fk.load_calibrator(path)
+    assert loaded.classes_.tolist() == NAMES
+    assert loaded.score(FRAME, named(LABELS)) > 0.5
+    with pytest.raises(ValueError, match=ORDER.format(type(loaded).__name__)):
+        loaded.predict(OTHER_ORDER)
+    # The file does not tell whether the columns of the fit had the names of the classes.
+    other = FRAME.set_axis(["x_a", "x_b", "x_c"], axis=1)
+    assert np.array_equal(loaded.predict_proba(other), loaded.predict_proba(LOGITS))
+
+
+def test_the_columns_of_labels_of_a_multi_label_head():
+    target = np.eye(3, dtype=int)[LABELS]
+    fitted = fk.MultiLabelScaling().fit(FRAME, target)
+    assert fitted.score(FRAME, target) == fitted.score(LOGITS, target)
+    for call in (fitted.predict_proba, lambda frame: fitted.score(frame, target)):
+        with pytest.raises(ValueError, match=ORDER.format("MultiLabelScaling")):
+            call(OTHER_ORDER)
