@@ -16,6 +16,7 @@ __all__ = [
     "MOST_BINS",
     "MOST_RESAMPLES",
     "TO_FLOAT",
+    "count_rows",
     "dense",
     "finite",
     "flag",
@@ -246,3 +247,8 @@ def finite(op: str, name: str, value: Any, expected: str = "a number") -> float:
     if not math.isfinite(found):
         raise ValueError(f"{op}: {name} must be finite, got {found}")
     return found
+
+
+def count_rows(count: int, kind: str = "") -> str:
+    """``5,000 rows``; with the kind ``"test "`` it is ``1 test row``."""
+    return f"{count:,} {kind}row{'s' * (count != 1)}"

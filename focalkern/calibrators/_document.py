@@ -130,6 +130,8 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     names = np.asarray(fit["classes"]) if "classes" in fit else None
     if names is not None and (names.shape != (n_classes,) or names.dtype.kind != "U"):
         raise ValueError(f"expected {n_classes} classes with names, found {short(fit['classes'])}")
+    if names is not None and len(set(names.tolist())) < n_classes:
+        raise ValueError(f"expected every class once, found {short(fit['classes'])}")
     called = list(columns_of_fit(document))
     columns = ClassColumns(list(range(n_classes)), called) if len(called) == n_classes else None
     layout = Layout(n_classes, names, fit.get("one_logit") is True, fit.get("dense") is True, columns)

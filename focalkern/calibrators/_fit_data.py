@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
-from focalkern._checks import TO_FLOAT, label, label_range, parsed_float, short
+from focalkern._checks import TO_FLOAT, count_rows, label, label_range, parsed_float, short
 from focalkern._columns import ClassColumns
 from focalkern._diagnostics import may_be_logits, remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
@@ -23,7 +23,8 @@ __all__ = [
     "as_weight",
     "check_input",
     "check_values",
-    "labels_array",
+    "labels_like_fit",
+    "no_rows",
     "weighted_mean",
 ]
 
@@ -90,12 +91,19 @@ def as_rows(
         input, labels = input[counts], labels[counts]
         weight = None if weight is None else weight[counts]
     if len(input) == 0 and not empty:
-        raise ValueError(f"{name}: fit needs at least one row, got none")
+        raise no_rows(name, math.prod(expected), sample_weight is not None, ignore_index is not None)
     if input_kind == "probs":
         input = renormalized(input)
     if weight is not None and bool((weight == 1).all()):
         weight = None
     return FitData(input, labels, weight, names, one_logit, dense)
+
+
+def no_rows(name: str, n_rows: int, weighted: bool, ignoring: bool) -> ValueError:
+    """The error of a fit to ``n_rows`` rows of which none counts."""
+    causes = ["of weight 0"] * weighted + ["whose label is ignore_index"] * ignoring
+    found = f"{count_rows(n_rows)} {' or '.join(causes)}" if n_rows else "none"
+    return ValueError(f"{name}: fit needs at least one row that counts, got {found}")
 
 
 def check_input(name: str, input: Tensor, *, any_rank: bool = False, class_axis: int = -1) -> None:
@@ -175,7 +183,7 @@ def _as_target(
 ) -> tuple[Tensor, np.ndarray[Any, Any] | None]:
     """Labels of shape ``expected``, int64, and the names of the classes."""
     names = None
-    array = None if isinstance(values, Tensor) else labels_array(name, values)
+    array = None if isinstance(values, Tensor) else _labels_array(name, values)
     if array is not None and _are_strings(name, array):
         names, array = _named_labels(name, array.astype(str), n_classes, columns)
     elif array is not None and array.dtype.kind == "O":
@@ -251,7 +259,19 @@ def _check_order(name: str, names: np.ndarray[Any, Any]) -> None:
         )
 
 
-def labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
+def labels_like_fit(name: str, values: Any, names: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    """Labels to compare with predictions, as an array: strings if the classes have ``names``, else numbers."""
+    labels = _labels_array(name, values)
+    if labels.size and _are_strings(name, labels) != (names is not None):
+        if names is None:
+            expected = "numbers, as the labels of fit, got strings; pass the index of each class"
+        else:
+            expected = f"strings, as the labels of fit, got {labels.dtype}; pass classes_[target] for class indices"
+        raise ValueError(f"{name}: target must be {expected}")
+    return labels
+
+
+def _labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
     """Labels, numbers or strings, as an array."""
     if isinstance(values, Tensor):
         labels = as_tensor(values, f"{name}: target").cpu()

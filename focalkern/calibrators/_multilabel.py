@@ -13,7 +13,7 @@ from focalkern._diagnostics import one_logit_problems
 from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, calibrator_from_json, nested_document
-from focalkern.calibrators._fit_data import as_binary, as_weight, weighted_mean
+from focalkern.calibrators._fit_data import as_binary, as_weight, no_rows, weighted_mean
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._label_scalings import fit_labels, map_of_label, module_of_label
@@ -149,7 +149,7 @@ class MultiLabelScaling(Calibrator):
             known &= (weight > 0).unsqueeze(1)
         self._check_values(input, known)
         if weight is not None and not bool(weight.any()):
-            raise ValueError(f"{name}: fit needs at least one row, got none")
+            raise no_rows(name, len(input), True, False)
         template: Calibrator = StructuredScaling(kind="vector", solver="lbfgs", input_kind=self.input_kind)
         template = template if self.scaling is None else self.scaling
         found = fit_labels(name, template, input, labels, known, weight)

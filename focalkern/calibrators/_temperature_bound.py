@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from focalkern._checks import count_rows
 from focalkern._types import InputKind
 from focalkern.calibrators._search import TEMPERATURE_BOUNDS
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -66,8 +67,8 @@ def describe_bound(temperature: float, n_rows: int, weight: Tensor | None, why: 
     if temperature == TEMPERATURE_BOUNDS[0]:
         return f"temperature = {temperature:g} is the lower bound of the search: {why}"
     return (
-        f"temperature = {temperature:g} is the lower bound of the search on {n_rows} rows, which justify a mean "
-        f"confidence of {justified_confidence(n_rows, weight):.4g} at most: {why}"
+        f"temperature = {temperature:g} is the lower bound of the search on {count_rows(n_rows)}, with a mean "
+        f"confidence of at most {justified_confidence(n_rows, weight):.4g}: {why}"
     )
 
 

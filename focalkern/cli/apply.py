@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from focalkern._checks import count_rows
 from focalkern._types import INPUT_KINDS
 from focalkern.cli._options import OneOrMany, add_storage_options, check_out, locate, same_file
 from focalkern.files import InputError
 from focalkern.files.paths import files_of
 from focalkern.study.apply import OUTPUTS, apply_calibrator
-from focalkern.study.samples import count_rows
 
 __all__ = ["add_parser"]
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from focalkern._checks import path_text
+from focalkern._checks import count_rows, path_text
 from focalkern.calibrators import Calibrator, load_calibrator
 from focalkern.calibrators._candidates import keeps_predictions
 from focalkern.calibrators._document import columns_of_fit
 from focalkern.calibrators._verdict import describe_method, sentence
-from focalkern.study.samples import SCORES, count_rows
+from focalkern.study.samples import SCORES
 
 __all__ = ["calibrator_card"]
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from focalkern._checks import count_rows
 from focalkern._diagnostics import input_notes, input_problems, pair_problems
 from focalkern.files import LogitSet
 from focalkern.study.intervals import DEFAULT_RESAMPLES
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals, JudgedComparison, hidden_results
-from focalkern.study.samples import Samples, about_rows, count_rows, data_problem, describe_samples
+from focalkern.study.samples import Samples, about_rows, data_problem, describe_samples
 from focalkern.study.scores import facts
 
 __all__ = ["printed_remarks", "remarks", "remarks_on_bins", "remarks_on_samples"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._checks import short
+from focalkern._checks import count_rows, short
 from focalkern._diagnostics import label_problems
 from focalkern._progress import ProgressBar
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
@@ -30,7 +30,6 @@ __all__ = [
     "StreamedSamples",
     "about_rows",
     "as_samples",
-    "count_rows",
     "data_problem",
     "describe_samples",
     "describe_source",
@@ -347,11 +346,6 @@ def wants_streaming(paths: Sequence[str | None]) -> bool:
         elif suffix_of(path) in STREAMED and size_of(path) > _memory() / _SHARE_OF_MEMORY:
             return True
     return False
-
-
-def count_rows(count: int, kind: str = "") -> str:
-    """``5,000 rows``; with the kind ``"test "`` it is ``1 test row``."""
-    return f"{count:,} {kind}row{'s' * (count != 1)}"
 
 
 def describe_samples(samples: Samples | LogitSet) -> str:

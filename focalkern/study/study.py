@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from focalkern._checks import flag, path_text
+from focalkern._checks import count_rows, flag, path_text
 from focalkern.calibrators import Calibrator
 from focalkern.study.report.export import evidence, to_json, to_records
 from focalkern.study.report.page import write_report
 from focalkern.study.report.tables import format_table, headline, table_in_html
 from focalkern.study.results import JudgedComparison, hidden_results
-from focalkern.study.samples import count_rows
 
 if TYPE_CHECKING:
     import pandas

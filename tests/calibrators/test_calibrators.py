@@ -199,7 +199,7 @@ def test_use_before_fit(cls, use):
 @pytest.mark.parametrize(
     ("options", "spoil", "error", "words"),
     [
-        ({}, lambda z, y: (z[:0], y[:0]), ValueError, "at least one row, got none"),
+        ({}, lambda z, y: (z[:0], y[:0]), ValueError, "at least one row that counts, got none"),
         ({}, lambda z, y: (z[:, :1], y * 0), ValueError, "at least 2 classes, got shape [50, 1]"),
         ({}, lambda z, y: (z[None], y), ValueError, "target must be [N, d1] = [1, 5], got [50]"),
         ({}, lambda z, y: (z[:, 0], y), IndexError, "[0, 2)"),

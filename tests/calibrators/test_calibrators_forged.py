@@ -193,6 +193,7 @@ def test_a_table_of_steps_is_no_larger_than_its_file(tmp_path):
             "gammas must be finite and greater than -1",
         ),
         ("focal-temperature", {"parameters": {"gammas": []}}, "gammas must have at least one value, got none"),
+        ("temperature", {"fit": {"classes": ["a", "a", "b"]}}, "expected every class once, found ['a', 'a', 'b']"),
         ("temperature", {"fit": {"n_classes": 1}}, "expected a count of at least 2, found 1"),
         ("temperature", {"fit": {"one_logit": True}}, "expected 2 classes where a row is one logit, found 3"),
     ],

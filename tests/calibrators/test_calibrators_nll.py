@@ -148,6 +148,8 @@ def test_separable_data_end_where_so_many_rows_justify_it(scale, rows):
     )
     assert words.endswith("and the NLL falls all the way to temperature 0")
     assert torch.equal(calibrator.predict_proba(logits).argmax(-1), logits.argmax(-1))
+    (words,) = TemperatureScaling().fit(logits[:1], logits[:1].argmax(-1)).at_border_
+    assert scale > 1 or "of the search on 1 row, with a mean confidence of at most 0.6667: " in words
 
 
 def test_one_mistake_is_an_optimum_again():

@@ -123,7 +123,7 @@ def test_the_weighted_ece_is_that_of_repeated_rows(estimator):
         (torch.ones(149), ValueError, "sample_weight must be [150], got [149]"),
         (-torch.ones(150), ValueError, "sample_weight must be at least 0 and finite, got -1.0"),
         (torch.full((150,), torch.nan), ValueError, "at least 0 and finite, got nan"),
-        (torch.zeros(150), ValueError, "fit needs at least one row, got none"),
+        (torch.zeros(150), ValueError, "fit needs at least one row that counts, got 150 rows of weight 0"),
         (torch.full((150,), 1e307, dtype=torch.float64), ValueError, "a sum between 1e-100 and 1e+100, got inf"),
         (torch.full((150,), 1e-161, dtype=torch.float64), ValueError, "got 1.5e-159; a weight says how often its row"),
         (["a"] * 150, TypeError, "sample_weight must be a tensor or an array of numbers, got list"),
@@ -182,6 +182,21 @@ def test_a_score_is_weighted():
     assert calibrator.score(logits, target, weight) == pytest.approx((right * weight).sum() / weight.sum())
 
 
+def test_a_score_of_other_labels_than_those_of_the_fit_is_an_error():
+    logits, target = sample()
+    names = np.array(["ant", "bee", "cat"])[target]
+    of_names, of_numbers = TemperatureScaling().fit(logits, names), TemperatureScaling().fit(logits, target)
+    expected = of_numbers.score(logits, target)
+    assert of_numbers.score(logits, target.double()) == of_numbers.score(logits, target.tolist()) == expected > 0
+    assert of_names.score(logits, names) == of_names.score(logits, names.astype(object)) == expected
+    for labels in (target, target.numpy().astype(object)):
+        with pytest.raises(ValueError, match=r"^TemperatureScaling: target must be strings, as the labels of fit, got"):
+            of_names.score(logits, labels)
+    assert of_names.score(logits, of_names.classes_[target]) == expected  # the remedy of the error
+    with pytest.raises(ValueError, match=r"^TemperatureScaling: target must be numbers, as the labels of fit"):
+        of_numbers.score(logits, names)
+
+
 @pytest.mark.parametrize("kind", [bool, np.uint8, np.int16, np.float32, np.float64, object, "bool tensor", "list"])
 def test_labels_of_every_kind(kind):
     logits, target = sample(n_classes=2)
@@ -230,8 +245,10 @@ def test_rows_are_left_out():
         assert (found.temperature_, found.n_samples_) == (expected.temperature_, 120)
         with pytest.raises(IndexError, match=rf"in \[0, 3\), got {label} at row 0"):
             TemperatureScaling().fit(logits, marked)
-    with pytest.raises(ValueError, match="at least one row, got none"):
+    with pytest.raises(ValueError, match=r"at least one row that counts, got 150 rows whose label is ignore_index$"):
         TemperatureScaling().fit(logits, target * 0 - 1, ignore_index=-1)
+    with pytest.raises(ValueError, match=r"got 150 rows of weight 0 or whose label is ignore_index$"):
+        TemperatureScaling().fit(logits, -out.long(), out.double(), ignore_index=-1)
     with pytest.raises(TypeError, match="ignore_index must be an int or None, got 'void'"):
         TemperatureScaling().fit(logits, target, ignore_index="void")
 
@@ -301,7 +318,7 @@ def test_labels_of_a_row_of_weight_zero_are_left_out():
     found = MultiLabelScaling().fit(logits, target, [0, 1, 1, 1])
     assert (found.temperatures_.tolist(), found.n_positive_.tolist(), found.n_samples_) == ([1.0], [0], 3)
     assert found.remarks_ == expected.remarks_ == ("label 0: not calibrated, because its 3 rows have no positive",)
-    with pytest.raises(ValueError, match=r"^MultiLabelScaling: fit needs at least one row, got none$"):
+    with pytest.raises(ValueError, match=r"^MultiLabelScaling: fit needs .* row that counts, got 4 rows of weight 0$"):
         MultiLabelScaling().fit(logits, target, [0, 0, 0, 0])
     with pytest.raises(ValueError, match=r"^MultiLabelScaling: logits must be .* not NaN, got nan at row 0"):
         MultiLabelScaling().fit(logits, target, [1, 1, 1, 1])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
+from focalkern._checks import count_rows
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators import SplineScaling
 from focalkern.calibrators._spline_shown import ShownCurve, shown_curve
@@ -19,7 +20,7 @@ from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import binary_focal_calibration_map
 from focalkern.study.report.tables import on_validation
 from focalkern.study.results import JudgedComparison
-from focalkern.study.samples import Samples, count_rows
+from focalkern.study.samples import Samples
 from focalkern.study.scores import cell_sums, reliability
 
 __all__ = ["CRITERIA", "Cells", "cells_on", "make_explorer", "subsampled_grid"]

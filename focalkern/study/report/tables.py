@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from focalkern._checks import count_rows
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators import Search, SplineScaling
 from focalkern.study.report import html
@@ -18,7 +19,7 @@ from focalkern.study.results import (
     JudgedComparison,
     print_score,
 )
-from focalkern.study.samples import SCORES, count_rows, describe_samples, describe_source
+from focalkern.study.samples import SCORES, describe_samples, describe_source
 
 __all__ = [
     "class_tables",
