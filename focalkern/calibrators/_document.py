@@ -22,6 +22,7 @@ __all__ = [
     "as_number",
     "calibrator_from_json",
     "columns_of_fit",
+    "data_of_fit",
     "from_document",
     "nested_document",
     "read_document",
@@ -143,15 +144,23 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     fitted = calibrator._fitted_from_json(document, fit)
     calibrator._become(fitted, layout, n_samples=n_samples, floor=floor)
     calibrator.warnings_ = tuple(str(words) for words in fit.get("warnings", ()))
+    calibrator._fitted_on = data_of_fit(document) or None
     return calibrator
 
 
 def columns_of_fit(document: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the columns of the table to which a saved calibrator was fitted; empty without names."""
+    found = data_of_fit(document).get("validation")
+    names = found.get("classes") if isinstance(found, dict) else None
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
+
+
+def data_of_fit(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The description of the rows of a study in a saved calibrator; empty without one."""
     found: Any = document["fit"]
-    for key in ("evidence", "data", "validation", "classes"):
-        found = found.get(key, ()) if isinstance(found, dict) else ()
-    return tuple(found) if isinstance(found, list) and all(isinstance(name, str) for name in found) else ()
+    for key in ("evidence", "data"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def as_number(name: str, value: Any) -> float:

@@ -63,6 +63,7 @@ class Fitted(Parameters):
     dense_: bool
     warnings_: tuple[str, ...]
     _names: np.ndarray[Any, Any] | None  # names of the classes; None if they are numbers
+    _fitted_on: Mapping[str, Any] | None = None  # description of the rows, from the file of a study
     _columns: ClassColumns | None = None  # the columns of the frame of fit; None if they had no names
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -261,7 +262,7 @@ class Fitted(Parameters):
         """Replaces all attributes of an earlier fit."""
         for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
             delattr(self, name)
-        for name in ("_made_for", _UNSEEN):
+        for name in ("_made_for", "_fitted_on", _UNSEEN):
             vars(self).pop(name, None)
         vars(self).update(fitted)
         self.n_classes_, self._names, self.one_logit_, self.dense_, self._columns = layout

@@ -1,10 +1,10 @@
 """Scores of samples without calibration and after a fitted calibrator."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from focalkern._checks import short
+from focalkern._checks import count_rows, short
 from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling, RobustTemperatureScaling
 from focalkern.files import InputError, LogitSet
 from focalkern.files.inputs import UnlabelledRows
@@ -114,9 +114,26 @@ def evaluate_rows(
         replace(one, test=found.scores) for one, found in zip((none, *fitted), (of_none, *of_fitted), strict=True)
     ]
     remarks = remarks_on_samples(samples)
+    if calibrator is not None and calibrator._fitted_on is not None:
+        remarks += _on_rows_of_fit(name, calibrator._fitted_on, samples)
     if samples.memory is not None:
         remarks += remarks_on_bins(results[-1], samples.memory)
     return Evaluation(samples, tuple(results), n_bins, tuple(remarks))
+
+
+def _on_rows_of_fit(name: str, data: Mapping[str, Any], samples: Samples) -> list[str]:
+    """A remark if rows of the fit are among the samples. ``data`` is the description of rows in a saved calibrator."""
+    fit, test = (data.get(key) for key in ("validation", "test"))
+    if not isinstance(fit, dict) or not isinstance(test, dict) or fit.get("source") != samples.source:
+        return []
+    n_rows, n_fit, n_test = len(samples), fit.get("n_samples"), test.get("n_samples")
+    if fit.get("set") == samples.name and n_fit == n_rows:
+        which = f"these {count_rows(n_rows)}"
+    elif test.get("source") == samples.source and isinstance(n_test, int) and n_fit == n_rows - n_test:
+        which = f"{n_fit:,} of these {count_rows(n_rows)}"
+    else:
+        return []
+    return [f"{name} was fitted to {which}, so its metrics on them are optimistic. Measure it on other rows."]
 
 
 def _method(calibrator: Calibrator) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import focalkern
-from focalkern import metrics
+from focalkern import files, metrics
 from focalkern.calibrators import (
     FocalTemperatureScaling,
     TemperatureScaling,
@@ -19,6 +19,7 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 from focalkern.ops.calibration_map import focal_calibration_map
+from focalkern.study import evaluate_rows
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 from cli_cases import GRID, SCORES, row_of, run_json, sample
@@ -190,6 +191,27 @@ def test_evaluate_prints_every_set(both, run):
     assert "400 validation rows" in out
     assert "500 test rows" in out
     assert out.count("uncalibrated") == 2
+
+
+def test_evaluate_notes_rows_of_the_fit(both, single, tmp_path, run):
+    def notes(source, *options):
+        assert run("calibrate", source, *options, *GRID, "--out", path)[0] == 0
+        return [document["remarks"] for document in run_json(run, "evaluate", source, "--calibrator", path)["sets"]]
+
+    path = tmp_path / "c.json"
+    words = "{} was fitted to {}, so its metrics on them are optimistic. Measure it on other rows."
+    assert words.format(path, "300 of these 400 rows") in notes(single, "--split", "0.75")[0]
+    assert words.format(path, "these 400 rows") in notes(single)[0]
+    of_validation, of_test = notes(both)
+    assert words.format(path, "these 400 rows") in of_validation
+    assert not any("was fitted to" in words for words in of_test)
+    others = run_json(run, "evaluate", single, "--calibrator", path)["sets"][0]["remarks"]
+    assert not any("was fitted to" in words for words in others)
+    loaded = load_calibrator(path)
+    (rows, _) = files.read_sets(both).values()
+    assert words.format("the calibrator", "these 400 rows") in evaluate_rows(rows, loaded).remarks
+    loaded.fit(rows.input[:300], rows.labels[:300])
+    assert not any("was fitted to" in words for words in evaluate_rows(rows, loaded).remarks)
 
 
 def test_info(run):
