@@ -47,6 +47,11 @@ class ClassColumns:
     numbers: list[int] | None = None
     prefix: str = ""
 
+    @classmethod
+    def called(cls, names: Sequence[str]) -> "ClassColumns":
+        """Columns that are all classes, in this order."""
+        return cls(list(range(len(names))), list(names))
+
     @property
     def kind(self) -> InputKind | None:
         """The kind of input by the prefix of numbered columns, or by the names of all columns."""

@@ -133,8 +133,8 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
         raise ValueError(f"expected {n_classes} classes with names, found {short(fit['classes'])}")
     if names is not None and len(set(names.tolist())) < n_classes:
         raise ValueError(f"expected every class once, found {short(fit['classes'])}")
-    called = list(columns_of_fit(document))
-    columns = ClassColumns(list(range(n_classes)), called) if len(called) == n_classes else None
+    called = columns_of_fit(document)
+    columns = ClassColumns.called(called) if len(called) == n_classes else None
     layout = Layout(n_classes, names, fit.get("one_logit") is True, fit.get("dense") is True, columns)
     if layout.one_logit and n_classes != 2:
         raise ValueError(f"expected 2 classes where a row is one logit, found {n_classes}")

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of
+from focalkern._columns import ClassColumns
 from focalkern._devices import cpu_by_default
 from focalkern._types import CRITERIA, INPUT_KINDS
 from focalkern.calibrators import (
     DEFAULT_GAMMAS,
     Binning,
+    Calibrator,
     Criterion,
     Estimator,
     InputKind,
@@ -241,6 +243,10 @@ def run_study(
         choice = named_method(validation, settings, searched)
     only_test = ("accuracy", "nll", "brier", f"ece_{report_estimator}") if brief else None
     results = scored(choice.results, validation, test, n_bins, only_test)
+    if validation.memory is not None and validation.memory.classes:
+        for one in results:
+            if isinstance(one.calibrator, Calibrator):
+                one.calibrator._columns = ClassColumns.called(validation.memory.classes)
     chosen = None if choice.chosen is None else results[choice.chosen]
     n_resamples = default_resamples(test) if resamples is None else resamples
     n_resamples = n_resamples if test.processes.rank == 0 else 0  # only rank 0 has the results

@@ -129,8 +129,10 @@ def test_a_calibrator_of_named_columns_takes_no_others(folder, run):
         assert code == 2 and words in err
     assert not os.path.exists("no.npy")
     loaded = fk.load_calibrator("named.json")
-    (other,) = fk.files.read_sets("other.csv").values()
+    (fit,), (other,) = (fk.files.read_sets(name).values() for name in ("fit.csv", "other.csv"))
+    study = fk.compare_calibrators(fit, candidates=["temperature"], resamples=0)
     for call in (
+        lambda: fk.study.evaluate_rows(other, study.calibrator),
         lambda: apply_calibrator(loaded, "other.csv", "no.npy"),
         lambda: fk.study.evaluate_rows(other, loaded),
     ):
