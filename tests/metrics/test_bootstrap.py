@@ -185,6 +185,9 @@ def test_texts_follow_the_interval():
     certain = torch.eye(5, dtype=torch.float64)[(target + 1) % 5]
     found = paired_bootstrap({"a": probs["T = 1"], "b": certain}, target, n_resamples=5)
     assert "cannot be compared" in found.describe("a", "b", "nll")
+    few = paired_bootstrap({"a": probs["T = 1"][:19], "b": probs["T = 0.05"][:19]}, target[:19], n_resamples=50)
+    assert few.describe("a", "b", "nll") == "NLL of a and b cannot be compared: 19 rows are too few."
+    assert not any(few.wins(one, other, "nll") for one, other in (("a", "b"), ("b", "a")))
     floor = bias_floor(probs["T = 1"], n_resamples=100)["ece_equal_mass"]
     assert floor.describe(0.4).startswith("ECE (equal_mass) of 0.4000 is more than noise: a perfectly calibrated model")
     assert f"scores {floor.mean:.4f} on average, and at most {floor.quantile(0.95):.4f} on" in floor.describe(0.4)
