@@ -10,6 +10,7 @@ from focalkern._checks import short
 from focalkern._devices import cpu_by_default
 from focalkern._diagnostics import refuse_probs
 from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._batch_checks import SameRows
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._parameters import is_assumed
@@ -47,8 +48,8 @@ class FitsBatches(Calibrator):
 
         Raises:
             TypeError: batches that can be iterated only once; a batch of another form.
-            ValueError: no rows; batches or processes with different numbers of classes; NaN or +inf logits; an option
-                or parameter outside its domain.
+            ValueError: no rows; other rows, or another order, in a later pass; batches or processes with different
+                numbers of classes; NaN or +inf logits; an option or parameter outside its domain.
             IndexError: a target outside [0, C).
 
         Example:
@@ -73,7 +74,8 @@ class FitsBatches(Calibrator):
             for place, batch in enumerate(batches() if callable(batches) else batches):
                 yield _as_data(name, batch, place, ignore_index, self.input_kind)
 
-        source = _counted(name, read, assumed=is_assumed(self.input_kind))
+        same = read if isinstance(batches, list | tuple) else SameRows(name, read)  # a list needs no check
+        source = _counted(name, same, assumed=is_assumed(self.input_kind))
         counts = class_counts(source)
         self._become(self._fit_source(source), Layout(source.n_classes), n_samples=source.n_rows)
         self.warnings_ = tuple(self._warnings_of(counts))

@@ -222,7 +222,9 @@ def _line_search(
                 high = low
             low, of_low = (size, there, at), gradient
         size = 4 * size if high is None else _between(low, high)
-    return low[0], low[1], of_low, _TRIALS
+        if high is not None and size in (low[0], high[0]):  # no number lies between the ends
+            break
+    return low[0], low[1], of_low, trial
 
 
 def _between(low: _Trial, high: _Trial) -> float:

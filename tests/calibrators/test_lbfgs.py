@@ -85,6 +85,20 @@ def test_rounding_ends_a_search():
     assert found.evaluations < 200
 
 
+def test_a_line_search_ends_where_no_number_lies_between_its_ends():
+    """Beyond 1 the value jumps up, and a second evaluation at 1 has another rounding error."""
+    seen = set()
+
+    def objective(point):
+        x = float(point[0])
+        again = x in seen
+        seen.add(x)
+        return (1e30, torch.ones_like(point)) if x > 1 or again else (-x, -torch.ones_like(point))
+
+    found = minimise(objective, zeros(1), done=1e-12, steps=1)
+    assert (found.point.tolist(), found.value) == ([1.0], -1.0)
+
+
 def test_at_the_minimum_nothing_moves():
     found = minimise(quadratic([1, 2], [0, 0]), zeros(2), done=1e-10, steps=10)
     assert (found.evaluations, found.converged, len(found.pairs)) == (1, True, 0)

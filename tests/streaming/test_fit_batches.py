@@ -137,6 +137,63 @@ def test_invalid_batches_are_named():
     assert not hasattr(spline, "n_classes_")
 
 
+@pytest.mark.parametrize("name", ["temperature", "scalar", "auto"])
+def test_a_loader_that_shuffles_is_an_error(name):
+    torch.manual_seed(0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows()), batch_size=150, shuffle=True)
+    calibrator = CALIBRATORS[name]()
+    words = rf"^{type(calibrator).__name__}: batches must give the same rows .* in batch 0 .* shuffle=False"
+    with pytest.raises(ValueError, match=words):
+        calibrator.fit_batches(loader)
+    assert not hasattr(calibrator, "n_classes_")
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        (lambda batches: batches[::-1], "other rows in batch 0 than in the first pass"),
+        (lambda batches: [*batches[:3], batches[4], batches[3]], "other rows in batch 3 than in the first pass"),
+        (lambda batches: batches[:3], "3 batches after 5 in the first pass"),
+        (lambda batches: [], "0 batches after 5 in the first pass"),
+        (lambda batches: [*batches, batches[0]], "more than the 5 batches of the first pass"),
+        (lambda batches: [(z.flip(0), y.flip(0)) for z, y in batches], "other rows in batch 0"),
+        (lambda batches: [(z + 1.0, y) for z, y in batches], "other rows in batch 0"),
+    ],
+)
+@pytest.mark.parametrize("since", [1, 7])
+def test_a_pass_with_other_rows_is_an_error(later, words, since):
+    batches, passes = in_batches(*rows()), []
+    batches = [batches[place] for place in (0, 1, 2, 3, 4)]
+
+    def read():
+        passes.append(later(batches) if len(passes) >= since else batches)
+        return iter(passes[-1])
+
+    if since == 7:  # a later pass compares one batch
+        words = words if "batches" in words else "other rows in batch"
+    with pytest.raises(ValueError, match=f"got .*{words}"):
+        fk.SplineScaling().fit_batches(read)
+    # Within five passes each batch is compared.
+    assert len(passes) <= since + 5
+
+
+def test_rounding_errors_that_differ_between_passes_are_no_error():
+    """The logits of a model on a GPU may have other last bits in each pass."""
+    logits, target = rows()
+    logits[::3, 1] = -torch.inf
+    logits[target == 1, 1] = 3.0
+    generator = torch.Generator().manual_seed(0)
+
+    def read():
+        noise = 1 + 2**-8 * (torch.rand(logits.shape, generator=generator) - 0.5)
+        return iter(in_batches(logits * noise, target))
+
+    for name in ("temperature", "vector"):
+        found = CALIBRATORS[name]().fit_batches(read)
+        expected = CALIBRATORS[name]().fit(logits, target)
+        assert found.best_value_ == pytest.approx(expected.best_value_, rel=0.01)
+
+
 def process(rank, store, folder):
     """The work of each of two processes; it writes its result to a file."""
     torch.set_num_threads(1)
