@@ -22,6 +22,7 @@ __all__ = [
     "pair_problems",
     "refuse_probs",
     "remedy_for_sum",
+    "sampled_parts",
 ]
 
 # Sets with fewer rows are not tested.
@@ -34,6 +35,9 @@ _CERTAIN = 5.0
 _BLOCK = 1 << 22
 # Rows that are tested first: most sets are told apart by them.
 _FIRST = 64
+# The sample of a large set: at most this many rows and numbers, in blocks, because a shift of the labels shows only in
+# neighbouring rows.
+_SAMPLED_ROWS, _SAMPLED_NUMBERS, _SAMPLED_BLOCKS = 1 << 16, 1 << 21, 16
 # Permitted relative errors of the sum of a row: of any probabilities, and of those that are rounded to two digits.
 _EXACT, _ROUNDED = 1e-3, 0.05
 
@@ -152,6 +156,15 @@ def pair_problems(input: Tensor, labels: Tensor, other: Tensor, other_labels: Te
         f"{shared:,} of the {len(other):,} test rows are also validation rows, with the same label, so the metrics are "
         "optimistic: use sets without common rows"
     ]
+
+
+def sampled_parts(n_rows: int, n_classes: int) -> list[tuple[int, int]]:
+    """The parts [begin, end) of N rows that :func:`label_problems` should read: all rows, or evenly spaced blocks."""
+    block = max(1, min(_SAMPLED_ROWS, _SAMPLED_NUMBERS // n_classes) // _SAMPLED_BLOCKS)
+    if n_rows <= _SAMPLED_BLOCKS * block:
+        return [(0, n_rows)]
+    starts = [(n_rows - block) * place // (_SAMPLED_BLOCKS - 1) for place in range(_SAMPLED_BLOCKS)]
+    return [(start, start + block) for start in starts]
 
 
 def label_problems(input: Tensor, labels: Tensor) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks of the batches of a fit: every pass gives the same rows, and the labels can be right."""
+"""Checks of batches: whether every pass gives the same rows, and the checks of rows and labels of ``fit``."""
 
 import functools
 import math
@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from focalkern._diagnostics import input_problems, label_problems, likely_sum, sampled_parts
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._row_source import MemoryRows, RowSource
 
-__all__ = ["SameRows"]
+__all__ = ["RowSample", "SameRows"]
 
 # Relative to the largest logit that is compared: above the rounding errors of a model in half precision, which may
 # differ between passes, and far below the differences of other rows.
@@ -83,3 +85,43 @@ def _checksum(data: FitData) -> _Checksum:
 @functools.lru_cache(2)
 def _places(n_rows: int, device: torch.device) -> Tensor:
     return torch.arange(1, n_rows + 1, device=device)
+
+
+class RowSample:
+    """The rows of a source that the checks of ``fit`` read, the same for all processes. They are kept during a pass.
+
+    Args:
+        source: the rows.
+    """
+
+    def __init__(self, source: RowSource) -> None:
+        self._parts = sampled_parts(source.n_rows, source.n_classes)
+        self._n_rows = source.n_rows
+        kept = sum(end - begin for begin, end in self._parts)
+        # Input and label of each row: rows of other processes stay 0, so that a sum over the processes collects all.
+        self._table = torch.zeros(kept, source.n_classes + 1, dtype=torch.float64, device=source.device)
+
+    def keep(self, part: MemoryRows) -> None:
+        """Copies the sampled rows of a part; its rows have consecutive indices."""
+        first, place = int(part.number[0]), 0
+        for begin, end in self._parts:
+            low, high = max(begin, first), min(end, first + len(part.target))
+            if low < high:
+                to, of = slice(place + low - begin, place + high - begin), slice(low - first, high - first)
+                self._table[to, :-1], self._table[to, -1] = part.input[of], part.target[of]
+            place += end - begin
+
+    def gather(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Collects the rows of all processes."""
+        self._table = add_up(self._table)
+
+    def problems(self, input_kind: str) -> list[str]:
+        """The sentences of the warning of ``fit`` on rows and labels."""
+        input, labels = self._table[:, :-1], self._table[:, -1].to(torch.int64)
+        words = [*input_problems(input, input_kind), *label_problems(input, labels)]
+        if len(labels) == self._n_rows:
+            return words
+        return [f"in a sample of {len(labels):,} of the {self._n_rows:,} rows, {one}" for one in words]
+
+    def looks_like_probs(self) -> bool:
+        return likely_sum(self._table[:, :-1]) != 0

@@ -10,7 +10,7 @@ from focalkern._checks import short
 from focalkern._devices import cpu_by_default
 from focalkern._diagnostics import refuse_probs
 from focalkern.calibrators._base import Calibrator
-from focalkern.calibrators._batch_checks import SameRows
+from focalkern.calibrators._batch_checks import RowSample, SameRows
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._parameters import is_assumed
@@ -44,7 +44,8 @@ class FitsBatches(Calibrator):
             The calibrator itself, fitted.
 
         Warns:
-            CalibrationWarning: the result should be checked; the warning names the reason and the remedy.
+            CalibrationWarning: as ``fit``. The labels of more than 65,536 rows, or of two million logits, are checked
+                in a sample of that size.
 
         Raises:
             TypeError: batches that can be iterated only once; a batch of another form.
@@ -76,10 +77,13 @@ class FitsBatches(Calibrator):
 
         same = read if isinstance(batches, list | tuple) else SameRows(name, read)  # a list needs no check
         source = _counted(name, same, assumed=is_assumed(self.input_kind))
-        counts = class_counts(source)
+        sample = RowSample(source)
+        counts = class_counts(source, sample.keep)
+        sample.gather(source.add_up)
         self._become(self._fit_source(source), Layout(source.n_classes), n_samples=source.n_rows)
-        self.warnings_ = tuple(self._warnings_of(counts))
+        self.warnings_ = (*sample.problems(self.input_kind), *self._warnings_of(counts))
         warn(name, self.warnings_)
+        self._look_at_next(self.input_kind == "logits" and not sample.looks_like_probs())
         return self
 
     def _fit_source(self, source: Any) -> dict[str, Any]:

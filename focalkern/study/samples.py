@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import count_rows, short
-from focalkern._diagnostics import label_problems
+from focalkern._diagnostics import label_problems, sampled_parts
 from focalkern._progress import ProgressBar
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
 from focalkern.files import LogitSet
@@ -188,9 +188,6 @@ MOST_KEPT = 1 << 19
 _SEARCH_BATCH = 1 << 23
 _FLOAT64_BATCH = 1 << 21
 _MOST_ROWS = 1 << 16
-# Samples for checks: evenly spaced blocks of neighbours; fewer if a sample has many logits.
-_SAMPLED_ROWS, _SAMPLED_NUMBERS = 1 << 16, 1 << 21
-_SAMPLED_BLOCKS = 16
 
 
 class StreamedSamples:
@@ -244,15 +241,8 @@ class StreamedSamples:
 
     def sample(self) -> tuple[Tensor, Tensor]:
         """Input and labels of all samples, or of 65,536 of them (at most two million logits)."""
-        n_rows = len(self.shards)
-        block = max(1, min(_SAMPLED_ROWS, _SAMPLED_NUMBERS // self.n_classes) // _SAMPLED_BLOCKS)
-        if n_rows <= _SAMPLED_BLOCKS * block:
-            parts = [(0, n_rows)]
-        else:
-            starts = [(n_rows - block) * place // (_SAMPLED_BLOCKS - 1) for place in range(_SAMPLED_BLOCKS)]
-            parts = [(start, start + block) for start in starts]
         inputs, labels = [], []
-        for begin, end in parts:
+        for begin, end in sampled_parts(len(self.shards), self.n_classes):
             for first, input, target in self.shards.batches(begin, end, end - begin):
                 kept: slice | Tensor = slice(None)
                 if self._kept is not None:

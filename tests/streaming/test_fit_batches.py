@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import focalkern as fk
+from focalkern._diagnostics import label_problems, sampled_parts
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._cross_validation import cross_validate
 from focalkern.calibrators._folds import fold_of
@@ -194,6 +195,40 @@ def test_rounding_errors_that_differ_between_passes_are_no_error():
         assert found.best_value_ == pytest.approx(expected.best_value_, rel=0.01)
 
 
+def rows_in_another_order(n=500):
+    """Logits whose columns are not in the order of the labels, and a label that fits none."""
+    generator = torch.Generator().manual_seed(1)
+    target = torch.randint(5, (n,), generator=generator)
+    logits = torch.randn(n, 5, generator=generator, dtype=torch.float64) + 4 * torch.eye(5, dtype=torch.float64)[target]
+    return logits[:, [1, 2, 3, 4, 0]], target
+
+
+@pytest.mark.parametrize("name", ["temperature", "scalar", "auto"])
+def test_batches_get_the_warnings_of_a_fit_about_labels(name):
+    logits, target = rows_in_another_order()
+    for case in ((logits, target), (logits, target.roll(1)), (logits.softmax(-1).round() * 100, target)):
+        with pytest.warns(fk.CalibrationWarning) as said:
+            expected = CALIBRATORS[name](input_kind="logits").fit(*case)
+        with pytest.warns(fk.CalibrationWarning) as told:
+            found = CALIBRATORS[name](input_kind="logits").fit_batches(in_batches(*case))
+        assert found.warnings_ == expected.warnings_ != ()
+        assert [str(one.message) for one in told] == [str(one.message) for one in said]
+    with pytest.warns(fk.CalibrationWarning, match="the rows to predict look like probabilities"):
+        found.predict_proba(logits.softmax(-1))
+
+
+def test_a_sample_of_many_rows_is_checked():
+    logits, target = rows_in_another_order(100_000)
+    with pytest.warns(fk.CalibrationWarning) as told:
+        fk.RobustTemperatureScaling().fit_batches(in_batches(logits, target, size=7001))
+    words = str(told[0].message)
+    start = "RobustTemperatureScaling: in a sample of 65,536 of the 100,000 rows, the label has the largest logit in "
+    assert words.startswith(start)
+    places = torch.cat([torch.arange(*part) for part in sampled_parts(100_000, 5)])
+    (expected,) = label_problems(logits[places], target[places])
+    assert words.startswith(start + expected.removeprefix("the label has the largest logit in "))
+
+
 def process(rank, store, folder):
     """The work of each of two processes; it writes its result to a file."""
     torch.set_num_threads(1)
@@ -205,6 +240,11 @@ def process(rank, store, folder):
     for name, make in CALIBRATORS.items():
         calibrator = make().fit_batches(in_batches(logits[part], target[part]))
         torch.save((calibrator.predict_log_proba(logits), calibrator.n_samples_), f"{folder}/{name}-{rank}.pt")
+    other, labels = rows_in_another_order()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fk.CalibrationWarning)
+        calibrator = fk.SplineScaling().fit_batches(in_batches(other[part], labels[part]))
+    torch.save(calibrator.warnings_, f"{folder}/warnings-{rank}.pt")
     one = slice(0, 0) if rank == 0 else slice(None)  # the first process has no rows
     calibrator = fk.SplineScaling().fit_batches([(logits[one], target[one])])
     torch.save(calibrator.predict_log_proba(logits), f"{folder}/one-{rank}.pt")
@@ -231,3 +271,7 @@ def test_two_processes_fit_the_calibrator_of_one(tmp_path):
     expected = fk.SplineScaling().fit(logits, target).predict_log_proba(logits)
     for rank in (0, 1):
         assert torch.load(tmp_path / f"one-{rank}.pt").numpy() == pytest.approx(expected.numpy(), abs=1e-9)
+    with pytest.warns(fk.CalibrationWarning, match="in the order of the class numbers"):
+        expected = fk.SplineScaling().fit(*rows_in_another_order()).warnings_
+    for rank in (0, 1):
+        assert torch.load(tmp_path / f"warnings-{rank}.pt") == expected

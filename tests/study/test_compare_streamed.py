@@ -8,6 +8,7 @@ import torch
 from compare_cases import FAST, Half, sample
 
 import focalkern as fk
+from focalkern import _diagnostics
 from focalkern.calibrators import TemperatureScaling
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._folds import fold_of
@@ -101,7 +102,7 @@ def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
     assert verdict.check_data
     assert "of the 300 rows, but in" in verdict.warnings[0] and "the columns are reordered" in verdict.warnings[0]
     assert "the same 300 rows are validation and test rows, so the metrics are optimistic." in remarks
-    monkeypatch.setattr(samples, "_SAMPLED_ROWS", 128)
+    monkeypatch.setattr(_diagnostics, "_SAMPLED_ROWS", 128)
     study = fk.compare_calibrators(shards, shards, **FAST)
     verdict, remarks = study.verdict, study.remarks
     assert "(128 of its rows): the label has the largest logit in" in verdict.warnings[0]
