@@ -47,6 +47,8 @@ def likely_sum(logits: Tensor) -> int:
 
     They do if no value is negative and every row has this sum. A few logits may have a sum near 1 by chance.
     """
+    if len(logits) == 0 or not logits[:_FIRST].amin().item() >= 0:
+        return 0
     tolerance = _EXACT if len(logits) < _ENOUGH else _ROUNDED
     return next((total for total in (1, 100) if _sum_to(logits, total, tolerance)), 0)
 

@@ -8,15 +8,17 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor
 from focalkern._checks import one_of
+from focalkern._diagnostics import refuse_probs
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.calibrators._fit_data import as_rows
 from focalkern.calibrators._newton_search import check_finite_nll, nll_focal_scalings, nll_temperatures
+from focalkern.calibrators._parameters import LOGITS, is_assumed
 from focalkern.calibrators._search import SearchResult
 
 __all__ = ["fit_focal_temperatures", "fit_temperatures"]
 
 
-def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind: InputKind = "logits") -> Tensor:
+def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind: InputKind = LOGITS) -> Tensor:
     r"""Fits the temperature of every network of a batch by its mean NLL.
 
     .. math:: T_b = \arg\min_T \; -\overline{\log \mathrm{softmax}(z_b / T)_{y}}
@@ -28,7 +30,7 @@ def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind
         logits: [B, N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``.
         labels: [B, N] integers, columns of ``logits``.
         weight: [B, N]: a row with weight w counts w times, and weight 0 leaves it out. None is 1 for every row.
-        input_kind: ``"logits"`` or ``"probs"``.
+        input_kind: ``"logits"`` or ``"probs"``. Without it, logits that look like probabilities are an error.
 
     Returns:
         [B] float64, on the device of ``logits``. For a network without an optimum this is the bound at which
@@ -36,8 +38,8 @@ def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind
 
     Raises:
         TypeError: logits that are not floating point.
-        ValueError: shapes that do not fit; NaN or +inf; a target with probability 0; a network without rows. The error
-            names the network.
+        ValueError: shapes that do not fit; NaN or +inf; a target with probability 0; a network without rows; logits
+            that look like probabilities, unless ``input_kind`` was given. The error names the network.
         IndexError: a label outside [0, C).
 
     Source: Guo et al., On Calibration of Modern Neural Networks, ICML 2017 (arXiv 1706.04599), section 4.2.
@@ -53,7 +55,7 @@ def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind
 
 
 def fit_focal_temperatures(
-    logits: Any, labels: Any, weight: Any = None, *, input_kind: InputKind = "logits"
+    logits: Any, labels: Any, weight: Any = None, *, input_kind: InputKind = LOGITS
 ) -> tuple[Tensor, Tensor]:
     r"""Fits gamma and temperature of every network of a batch by the mean NLL of the focal calibration map.
 
@@ -109,6 +111,8 @@ def _fitted(
         name = f"{op}, network {network}"
         of_network = None if weights is None else weights[network]
         rows = as_rows(name, input, target, of_network, None, input_kind=input_kind, one_logit=False)
+        if is_assumed(input_kind):
+            refuse_probs(name, rows.input)
         check_finite_nll(name, rows.input, rows.target, input_kind)
         networks.append(rows)
     if not networks:

@@ -35,6 +35,20 @@ def test_batched_fits_equal_single_fits(batch, weighted, dtype):
         assert (gamma[b].item(), temperature[b].item()) == (of_one.gamma_, of_one.temperature_)
 
 
+@pytest.mark.parametrize("fit", [fk.fit_temperatures, fk.fit_focal_temperatures])
+def test_probabilities_need_their_kind(batch, fit):
+    logits, labels, _ = batch
+    mixed = logits.clone()
+    mixed[3] = logits[3].softmax(-1)
+    words = "network 3: logits must not be probabilities without input_kind, got non-negative rows that sum to 1; pass "
+    with pytest.raises(ValueError, match=f"^{fit.__name__}, {words}input_kind='probs'"):
+        fit(mixed, labels)
+    with pytest.raises(ValueError, match="network 0: logits must not be percentages without input_kind"):
+        fit(100 * logits.softmax(-1), labels)
+    probs = logits.softmax(-1)
+    assert str(fit(probs, labels, input_kind="logits")) != str(fit(probs, labels, input_kind="probs"))
+
+
 def test_rows_of_weight_zero_are_excluded(batch):
     logits, labels, weight = batch
     weight[1, ::2] = 0
