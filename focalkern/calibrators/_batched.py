@@ -11,9 +11,12 @@ from focalkern._checks import one_of
 from focalkern._diagnostics import refuse_probs
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.calibrators._fit_data import as_rows
+from focalkern.calibrators._focal_temperature import FocalTemperatureScaling
 from focalkern.calibrators._newton_search import check_finite_nll, nll_focal_scalings, nll_temperatures
 from focalkern.calibrators._parameters import LOGITS, is_assumed
 from focalkern.calibrators._search import SearchResult
+from focalkern.calibrators._temperature import TemperatureScaling
+from focalkern.calibrators._warnings import floor_of
 
 __all__ = ["fit_focal_temperatures", "fit_temperatures"]
 
@@ -50,7 +53,9 @@ def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind
         >>> fk.fit_temperatures(logits, labels).round(decimals=4)
         tensor([2.8854, 9.8652], dtype=torch.float64)
     """
-    found, device = _fitted("fit_temperatures", nll_temperatures, logits, labels, weight, input_kind)
+    found, device = _fitted(
+        "fit_temperatures", nll_temperatures, TemperatureScaling, logits, labels, weight, input_kind
+    )
     return torch.tensor([one.temperature for one in found], dtype=torch.float64, device=device)
 
 
@@ -88,17 +93,26 @@ def fit_focal_temperatures(
         >>> (one.gamma_, one.temperature_) == (gamma[1].item(), temperature[1].item())
         True
     """
-    found, device = _fitted("fit_focal_temperatures", nll_focal_scalings, logits, labels, weight, input_kind)
+    found, device = _fitted(
+        "fit_focal_temperatures", nll_focal_scalings, FocalTemperatureScaling, logits, labels, weight, input_kind
+    )
     pairs = torch.tensor([(one.gamma, one.temperature) for one in found], dtype=torch.float64, device=device)
     gamma, temperature = pairs.reshape(-1, 2).unbind(1)
     return gamma, temperature
 
 
 def _fitted(
-    op: str, search: Callable[..., list[SearchResult]], logits: Any, labels: Any, weight: Any, input_kind: InputKind
+    op: str,
+    search: Callable[..., list[SearchResult]],
+    single: type[TemperatureScaling | FocalTemperatureScaling],
+    logits: Any,
+    labels: Any,
+    weight: Any,
+    input_kind: InputKind,
 ) -> tuple[list[SearchResult], torch.device]:
-    """The results for every network, and the device of the logits."""
+    """The results for every network, and the device of the logits; ``single`` fits one network."""
     one_of(op, "input_kind", input_kind, INPUT_KINDS)
+    floor = floor_of(single(input_kind=input_kind))
     logits, labels = as_tensor(logits, f"{op}: logits").detach(), as_tensor(labels, f"{op}: labels")
     weights = None if weight is None else as_tensor(weight, f"{op}: weight")
     if logits.dim() != 3:
@@ -113,7 +127,7 @@ def _fitted(
         rows = as_rows(name, input, target, of_network, None, input_kind=input_kind, one_logit=False)
         if is_assumed(input_kind):
             refuse_probs(name, rows.input)
-        check_finite_nll(name, rows.input, rows.target, input_kind)
+        check_finite_nll(name, rows.input, rows.target, input_kind, floor=f"{floor}.fit(logits, labels)")
         networks.append(rows)
     if not networks:
         return [], logits.device

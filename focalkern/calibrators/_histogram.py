@@ -17,7 +17,8 @@ from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_c
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
-from focalkern.calibrators._warnings import worse_than_uncalibrated
+from focalkern.calibrators._temperature import TemperatureScaling
+from focalkern.calibrators._warnings import floor_of, worse_than_uncalibrated
 
 __all__ = ["Binning", "HistogramBinning"]
 
@@ -170,9 +171,16 @@ class HistogramBinning(FusedCalibrator):
         if self.scaling_ is not None and self.scaling_.at_border_:
             words = ", and ".join(self.scaling_.at_border_)
             warnings.append(f"of the scaling, {words} (extend its temperatures and gammas)")
-        remedy = "fewer bins, n_bins, or a scaling alone"
-        apply = functools.partial(self._apply, log=True)
-        return [*warnings, *worse_than_uncalibrated(rows, apply, by=PROPER, input_kind=self.input_kind, remedy=remedy)]
+        scaling = TemperatureScaling(input_kind=self.input_kind) if self.scaling is None else self.scaling
+        worse = worse_than_uncalibrated(
+            rows,
+            functools.partial(self._apply, log=True),
+            by=PROPER,
+            input_kind=self.input_kind,
+            remedy="fewer bins, n_bins, or a scaling alone",
+            floor=f"scaling={floor_of(scaling)}",
+        )
+        return [*warnings, *worse]
 
     def _invalid_rows_are(self) -> Literal["nan"]:
         return "nan"

@@ -1,5 +1,6 @@
 """The scaling of each label of a multi-label head: its fit, its map and its module."""
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator, FusedCalibrator
 from focalkern.calibrators._modules import CalibratedLogits
+from focalkern.calibrators._warnings import floor_of
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["LabelFits", "fit_labels", "map_of_label", "module_of_label"]
@@ -46,11 +48,17 @@ def fit_labels(
         try:
             scaling.fit_quietly(input[rows, label], labels[rows, label], None if weight is None else weight[rows])
         except ValueError as error:
-            raise ValueError(f"{name}: label {label}: {error}") from error
+            raise ValueError(f"{name}: label {label}: {_of_scaling(str(error), template)}") from error
         found.remarks.extend(f"label {label}: {words}" for words in getattr(scaling, "at_border_", ()))
-        found.warnings.extend(f"label {label}: {words}" for words in scaling.warnings_)
+        found.warnings.extend(f"label {label}: {_of_scaling(words, template)}" for words in scaling.warnings_)
         found.scalings.append(scaling)
     return found
+
+
+def _of_scaling(words: str, template: Calibrator) -> str:
+    """Words about a scaling; a remedy names its floor as part of ``scaling=``, the argument of the user."""
+    form = f"scaling={floor_of(template)} gives"
+    return re.sub(r"\bfloor=(\S+) gives", lambda found: form.replace("{}", found[1]), words)
 
 
 def map_of_label(scaling: Calibrator | None, rows: Tensor, kind: InputKind, *, log: bool) -> Tensor:

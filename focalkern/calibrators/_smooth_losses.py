@@ -9,6 +9,7 @@ from torch import Tensor
 
 from focalkern._types import InputKind, Proper
 from focalkern.calibrators._search import every_row_grid
+from focalkern.calibrators._warnings import floor_remedy
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.ops.map_nll_sums import map_nll_sums_for
 
@@ -20,11 +21,14 @@ _BLOCK = 1 << 18
 _TABLE_NUMBERS, _TABLE_ROWS = 1 << 13, 512
 
 
-def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str, remedy: str = "") -> None:
+def check_finite_nll(
+    name: str, input: Tensor, target: Tensor, input_kind: str, remedy: str = "", *, floor: str = "floor={}"
+) -> None:
     """Raises if no temperature has a finite NLL; the values of ``input`` must have been checked.
 
     Args:
         remedy: another remedy than a floor, for the error.
+        floor: as the argument of :func:`floor_remedy`.
     """
     of_target = input.gather(1, target.unsqueeze(1)).squeeze(1)
     impossible = of_target == (0 if input_kind == "probs" else -math.inf)
@@ -33,7 +37,7 @@ def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str, 
         raise ValueError(
             f"{name}: the NLL must be finite for some temperature, but {int(impossible.sum())} of {len(input)} rows "
             f"(the first is {int(impossible.nonzero()[0])}) give their target {what}: "
-            f"floor={0.1 / len(input):.2g} gives every class a little of the probability{remedy}"
+            f"{floor_remedy(len(input), floor)}{remedy}"
         )
 
 

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._parameters import Parameters
 
 __all__ = [
     "UNMASKED",
     "CalibrationWarning",
     "few_by_weight",
+    "floor_of",
+    "floor_remedy",
     "unseen_classes",
     "warn",
     "worse_than_uncalibrated",
@@ -89,8 +92,27 @@ def few_by_weight(of: FitData) -> list[str]:
     ]
 
 
+def floor_of(calibrator: Parameters) -> str:
+    """``TemperatureScaling(input_kind='probs', floor={})``: the parameters that are no defaults, and the floor."""
+    params, defaults = calibrator.get_params(deep=False), type(calibrator)().get_params(deep=False)
+    params.pop("floor", None)
+    words = [f"{name}={value!r}" for name, value in params.items() if repr(value) != repr(defaults[name])]
+    return f"{type(calibrator).__name__}({', '.join([*words, 'floor={}'])})"
+
+
+def floor_remedy(n_rows: int, argument: str = "floor={}") -> str:
+    """The remedy for rows whose target has probability 0. ``argument`` has ``{}`` in the place of the floor."""
+    return f"{argument.replace('{}', f'{0.1 / n_rows:.2g}')} gives every class a little of the probability"
+
+
 def worse_than_uncalibrated(
-    of: FitData, apply: Callable[[Tensor], Tensor], *, by: Sequence[str], input_kind: str, remedy: str
+    of: FitData,
+    apply: Callable[[Tensor], Tensor],
+    *,
+    by: Sequence[str],
+    input_kind: str,
+    remedy: str,
+    floor: str = "floor={}",
 ) -> list[str]:
     """Sentences if calibration makes the rows of ``fit`` worse.
 
@@ -101,6 +123,7 @@ def worse_than_uncalibrated(
         apply: maps [n, C] to calibrated log-probabilities.
         by: the losses to check, ``"nll"`` and/or ``"brier"``.
         remedy: the remedy that the sentence names.
+        floor: as the argument of :func:`floor_remedy`.
 
     Returns:
         At most two sentences.
@@ -126,8 +149,7 @@ def worse_than_uncalibrated(
     if bool(impossible.any()):
         found.append(
             f"the NLL is infinite because {int(impossible.sum())} of {len(input)} rows (the first is "
-            f"{int(impossible.nonzero()[0])}) give their target probability 0 (floor={0.1 / len(input):.2g} gives "
-            "every class a little of the probability)"
+            f"{int(impossible.nonzero()[0])}) give their target probability 0 ({floor_remedy(len(input), floor)})"
         )
     risen = []
     share = torch.ones_like(nll, dtype=torch.float64) if weight is None else weight

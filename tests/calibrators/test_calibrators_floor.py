@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import numpy as np
 import pytest
@@ -139,6 +140,36 @@ def test_without_a_floor_the_error_names_the_argument(calibrator, kind):
     with pytest.raises(ValueError, match=rf"{type(calibrator).__name__}: the NLL .* floor=0\.0002 gives every class"):
         with_kind(calibrator, kind).fit(of_kind(logits, kind), labels)
     with_kind(calibrator, kind).set_params(floor=0.0002).fit(of_kind(logits, kind), labels)
+
+
+def named(words):
+    """The calibrator with a floor that a remedy names."""
+    call = re.search(r"\w+\([^()]*floor=0\.0002\)", words)[0]
+    return eval(f"fk.{call}")
+
+
+@kinds
+def test_a_calibrator_without_a_floor_names_one_that_has_it(kind):
+    logits, labels = votes()
+    input = of_kind(logits, kind)
+    for scaling in (None, fk.TemperatureScaling(criterion="ece", search="grid", input_kind=kind)):
+        with pytest.warns(fk.CalibrationWarning) as said:
+            fk.HistogramBinning(scaling=scaling, input_kind=kind).fit(input, labels)
+        remedy = named(str(said[0].message))
+        assert (remedy.floor, remedy.input_kind) == (0.0002, kind)
+        binning = fk.HistogramBinning(scaling=remedy, input_kind=kind).fit_quietly(input, labels)
+        assert not any("infinite because" in words for words in binning.warnings_)
+
+    for fit in (fk.fit_temperatures, fk.fit_focal_temperatures):
+        with pytest.raises(ValueError, match=r": \w+\(.*floor=0\.0002\)\.fit\(logits, labels\) gives") as error:
+            fit(input[None], labels[None], input_kind=kind)
+        named(str(error.value)).fit_quietly(input, labels)
+
+    heads, of_heads = input[:, :2], torch.nn.functional.one_hot(labels)[:, :2]
+    for scaling in (None, fk.FocalTemperatureScaling(input_kind=kind)):
+        with pytest.raises(ValueError, match=r"^MultiLabelScaling: label .*: scaling=\w+\(.*\) gives every") as error:
+            fk.MultiLabelScaling(scaling=scaling, input_kind=kind).fit(heads, of_heads)
+        fk.MultiLabelScaling(scaling=named(str(error.value)), input_kind=kind).fit_quietly(heads, of_heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
