@@ -86,8 +86,8 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             CalibrationWarning: as the calibrator's ``fit``.
 
         Raises:
-            ValueError: only one class; a class with one row; fewer rows of a class than a splitter has folds; errors of
-                the classifier and the calibrator.
+            ValueError: only one class; a class with one row; fewer rows of a class than a splitter has folds; a fold of
+                a splitter whose training rows lack a class; errors of the classifier and the calibrator.
         """
         name = type(self).__name__
         if y is None:
@@ -140,7 +140,8 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             )
         else:
             held_out: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-            for train, test in check_cv(cv, y, classifier=True).split(X, y):
+            for fold, (train, test) in enumerate(check_cv(cv, y, classifier=True).split(X, y)):
+                _check_fold(fold, classes, labels[train], response)
                 classifier = fitted(train)
                 logits = _logits(classifier, _safe_indexing(X, test), response, classes)
                 if self.ensemble:
@@ -255,6 +256,21 @@ def _response(estimator: Any, calibrator: Any) -> str:
             return name
     raise ValueError(
         f"CalibratedClassifier: estimator must have {' or '.join(wanted)}, {type(estimator).__name__} has not"
+    )
+
+
+def _check_fold(fold: int, classes: Any, labels: Any, response: str) -> None:
+    """Raises if the training rows of a fold have too few classes for logits of all classes.
+
+    The decision function of two classes is one number per row, so it cannot be filled up for others.
+    """
+    present = np.unique(labels)
+    if len(present) == len(classes) or len(present) > (2 if response == "decision_function" else 1):
+        return
+    lacking = ", ".join(repr(str(name)) for name in np.delete(classes, present))
+    raise ValueError(
+        f"CalibratedClassifier: the training rows of fold {fold} must have all {len(classes)} classes, but lack "
+        f"{lacking}; pass a number or a StratifiedKFold as cv"
     )
 
 

@@ -18,7 +18,7 @@ from sklearn.ensemble import RandomForestClassifier  # noqa: E402
 from sklearn.frozen import FrozenEstimator  # noqa: E402
 from sklearn.linear_model import LogisticRegression  # noqa: E402
 from sklearn.metrics import log_loss  # noqa: E402
-from sklearn.model_selection import StratifiedKFold  # noqa: E402
+from sklearn.model_selection import KFold, StratifiedKFold  # noqa: E402
 from sklearn.naive_bayes import GaussianNB  # noqa: E402
 from sklearn.neighbors import KNeighborsClassifier  # noqa: E402
 from sklearn.svm import LinearSVC  # noqa: E402
@@ -190,6 +190,18 @@ class NoResponse(ClassifierMixin, BaseEstimator):
             ValueError,
             "at least 4 rows, so that no fold is without it, but 'True' has 3",
         ),
+        (
+            {"cv": KFold(4)},
+            np.repeat(["ape", "bee", "cat"], [300, 60, 40]),
+            ValueError,
+            "the training rows of fold 3 must have all 3 classes, but lack 'bee', 'cat'; pass a number or a Strat",
+        ),
+        (
+            {"cv": KFold(4)},
+            np.repeat([7, 8, 9], [100, 150, 150]),
+            ValueError,
+            "the training rows of fold 0 must have all 3 classes, but lack '7'",
+        ),
         ({}, None, ValueError, "requires y to be passed"),
         (
             {"estimator": NoResponse()},
@@ -204,6 +216,14 @@ def test_mistakes_are_named(options, y, error, words):
     with pytest.raises(error) as caught:
         fk.CalibratedClassifier(**{"estimator": LogisticRegression(), **options}).fit(sample()[0], y)
     assert words in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+def test_a_fold_without_a_class_is_filled_up_where_the_classifier_permits_it():
+    X, _ = sample()
+    for estimator, sizes in ((GaussianNB(), [100, 150, 150]), (LogisticRegression(), [100, 100, 100, 100])):
+        classifier = fk.CalibratedClassifier(estimator, cv=KFold(4)).fit(X, np.repeat(range(len(sizes)), sizes))
+        assert classifier.predict_proba(X).shape == (400, len(sizes))
 
 
 def test_weights_that_the_classifier_does_not_take():
