@@ -1,6 +1,7 @@
 """The focal loss in place of a transformers model's own, also fused with its output head."""
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class FocalLossOfModel:
         self.loss = FocalLoss(gamma, reduction="sum", **options)
         self.features: FeaturesInTraining | None = None
         self.shift: bool | None = None  # of a model that computes its own loss, once known
+        self.warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of ``model.loss_function``: logits and labels by keyword, or by position and type."""
@@ -114,12 +116,21 @@ class FocalLossOfModel:
                 f"{OP}: TRL's trainers do not use the loss of the model; pass the trainer in place of the model: "
                 f"{OP}(trainer, ...)"
             )
-        keeps_labels = kwargs.get("num_items_in_batch") is not None and kwargs.get("shift_labels") is None
-        if keeps_labels and _own_loss.argument(whole, args, kwargs, "labels") is None:
+        if kwargs.get("shift_labels") is not None or _own_loss.argument(whole, args, kwargs, "labels") is not None:
+            return
+        if kwargs.get("num_items_in_batch") is not None:
             raise ValueError(
                 f"{OP}: Trainer computes the loss outside of the model, without the focal loss, because of "
                 "label_smoothing_factor or compute_loss_func; leave both out, and pass label_smoothing to "
                 f"{OP} instead"
+            )
+        trains = whole.training and torch.is_grad_enabled()
+        if trains and not self.warned and not _own_loss.takes_number_of_items(self.model):
+            self.warned = True
+            warnings.warn(
+                f"{OP}: the model got no labels in training mode, so that the focal loss is not used; with Trainer, "
+                f"leave out label_smoothing_factor and compute_loss_func, and pass label_smoothing to {OP} instead",
+                stacklevel=2,
             )
 
     def _check_labels_of_rows(self, labels: Tensor) -> None:

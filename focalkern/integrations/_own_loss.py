@@ -19,6 +19,7 @@ ROW = (
 )
 KINDS = (*NEXT_TOKEN, *TOKEN, *ROW)
 
+_CHUNK = 4096  # rows whose float32 copy exists at a time
 _SHIFTS: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -30,6 +31,13 @@ def base_model(model: Any) -> Any:
 def asks_for_its_loss(model: Any) -> bool:
     """Whether the forward pass of a model calls ``loss_function``."""
     return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+
+
+def takes_number_of_items(model: Any) -> bool:
+    """Whether ``Trainer`` passes ``num_items_in_batch`` to the model, by the rule of ``Trainer``."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return bool(getattr(model, "accepts_loss_kwargs", takes_any))
 
 
 def loss_kind(model: Any) -> str | None:
@@ -79,6 +87,7 @@ def remember_shift(model: Any, shift: bool) -> None:
     _SHIFTS[model] = shift
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def shift_of_own_loss(model: Any, logits: Tensor, labels: Tensor, loss: Tensor | None, n_items: Any) -> bool | None:
     """Whether the cross-entropy of shifted labels is the loss of a forward pass; None if no cross-entropy is.
 
@@ -91,7 +100,8 @@ def shift_of_own_loss(model: Any, logits: Tensor, labels: Tensor, loss: Tensor |
         return None
     own = float(loss.detach())
     if not math.isfinite(own):
-        return shifts_by_name(model)
+        by_gradient = _shift_by_gradient(logits, labels, loss) if len(found) == 2 else None  # float16: inf
+        return shifts_by_name(model) if by_gradient is None else by_gradient
     errors = {shift: min(abs(value - own) for value in values) for shift, values in found.items()}
     tolerance = max(1e-4, 2 * torch.finfo(model.dtype).eps) * max(1.0, abs(own))
     near = [shift for shift in errors if errors[shift] <= tolerance]
@@ -111,14 +121,16 @@ def _values(model: Any, logits: Tensor, labels: Tensor, n_items: Any) -> dict[bo
     kind = loss_kind(model)
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         if kind in ROW and labels.is_floating_point():
-            same = labels.shape == logits.shape
-            return {False: [float(F.binary_cross_entropy_with_logits(logits.float(), labels))]} if same else {}
+            if labels.shape != logits.shape:
+                return {}
+            return {False: [float(F.binary_cross_entropy_with_logits(logits.float(), labels.to(logits.device)))]}
         if labels.numel() * logits.shape[-1] != logits.numel():
             return {}
-        rows, found = logits.reshape(-1, logits.shape[-1]).float(), {}
+        rows, found = logits.reshape(-1, logits.shape[-1]), {}
         for shift in (False, True) if kind in NEXT_TOKEN else (False,):
             targets = (next_tokens(labels) if shift else labels).reshape(-1).to(rows.device)
-            total = float(F.cross_entropy(rows, targets, reduction="sum"))
+            parts = zip(rows.split(_CHUNK), targets.split(_CHUNK), strict=True)
+            total = sum(float(F.cross_entropy(part.float(), target, reduction="sum")) for part, target in parts)
             counts = {int((targets != -100).sum())} | ({float(n_items)} if n_items is not None else set())
             found[shift] = [total / count if count else math.nan for count in counts]
     return found

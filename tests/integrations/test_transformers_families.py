@@ -145,6 +145,30 @@ def test_equal_logits_leave_the_shift_to_the_gradient():
     assert _own_loss.known_shift(model) is False
 
 
+@pytest.mark.parametrize("shift", [False, True])
+def test_an_overflown_loss_leaves_the_shift_to_the_gradient(shift):
+    """float16 losses of the CPU are summed in float16."""
+    model, given = make("T5ForConditionalGeneration").half(), batch(3000)
+    logits, labels = model(**given).logits, given["labels"]
+    targets = _own_loss.next_tokens(labels) if shift else labels
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert bool(loss.isinf())
+    assert _own_loss.shift_of_own_loss(model, logits, labels, loss, None) is shift
+
+
+@pytest.mark.parametrize("given_shifted", [False, True])
+def test_the_shift_of_a_model_that_calls_its_loss_is_remembered(given_shifted):
+    """Encoder-decoders such as Moonshine pass ``shift_labels=labels``, which are not shifted."""
+    model, labels = make("LlamaForCausalLM"), batch()["labels"]
+    logits = torch.randn(4, 9, 23)
+    with use_focal_loss(model, 0.0):
+        shifted = {"shift_labels": labels} if given_shifted else {}
+        found = model.loss_function(logits=logits, labels=labels, vocab_size=23, **shifted)
+    targets = labels if given_shifted else _own_loss.next_tokens(labels)
+    assert_close(found, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    assert _own_loss.known_shift(model) is not given_shifted
+
+
 def test_a_loss_that_is_no_cross_entropy_is_refused():
     """A model that adds a term to its loss."""
 
@@ -176,6 +200,17 @@ def test_a_loss_outside_of_the_model_is_refused(options, tmp_path):
         pytest.raises(ValueError, match="label_smoothing_factor or compute_loss_func; leave both out"),
     ):
         trained(model, tmp_path, token_rows(model), **options)
+
+
+def test_a_model_without_loss_arguments_warns_without_labels(tmp_path):
+    """Trainer passes no number of items to it, by which the labels that Trainer keeps are recognised elsewhere."""
+    model = make("LlamaForCausalLM").train()
+    model.accepts_loss_kwargs = False
+    with use_focal_loss(model):
+        with torch.no_grad():
+            model(input_ids=batch()["input_ids"])
+        with pytest.warns(UserWarning, match="the focal loss is not used; with Trainer, leave out label_smoothing"):
+            trained(model, tmp_path, token_rows(model), label_smoothing_factor=0.1)
 
 
 @pytest.mark.parametrize("focal", [False, True])
