@@ -65,7 +65,7 @@ def z_loss(
 
 def _edited(saved: Tensor, counts: Tensor, second: Tensor, third: Tensor) -> Tensor:
     numbers = [torch.where(counts, number, 0.0).to(saved.dtype) for number in (second, third)]
-    return torch.cat([saved[: len(counts)], *numbers, saved[-1:]])
+    return torch.cat([saved[: counts.shape[0]], *numbers, saved[-1:]])
 
 
 def _on_device(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import HALVES, compute_dtype
+from focalkern.ops._linear_chunks import default_chunk_rows
 from focalkern.ops._linear_pass import (
     MEAN,
     NO_GRADIENTS,
@@ -73,6 +74,9 @@ def _operator(
     tensors: Tensors = (input, linear_weight, linear_bias, target, gamma, edges, weight)
     settings = (ignore_index, label_smoothing, detach_modulation, modulation, softcap, dtype, float64_loss)
     stats = no_statistics(input if return_stats else input[:0])
+    chunk_rows = chunk_rows or default_chunk_rows(
+        input.shape[0], input.shape[1], linear_weight.shape[0], dtype.itemsize
+    )
     options = Options(reduction, *settings, chunk_rows, z_loss, stats=stats if return_stats else ())
     if reduction == NONE:
         losses = loss_and_gradients(tensors, options, None, NO_GRADIENTS)[0]
@@ -135,6 +139,9 @@ def _gradient_operator(
     """Gradients of ``sum(upstream * losses)``, in the dtypes of their tensors, empty where not needed."""
     tensors: Tensors = (input, linear_weight, linear_bias, target, gamma, edges, weight)
     settings = (ignore_index, label_smoothing, detach_modulation, modulation, softcap, dtype, float64_loss)
+    chunk_rows = chunk_rows or default_chunk_rows(
+        input.shape[0], input.shape[1], linear_weight.shape[0], dtype.itemsize
+    )
     options = Options(NONE, *settings, chunk_rows, z_loss)
     gradients = loss_and_gradients(tensors, options, upstream, tuple(needed))[1]  # type: ignore[arg-type]
     found = (cast_gradient(gradient, tensor) for gradient, tensor in zip(gradients, tensors[:5], strict=True))

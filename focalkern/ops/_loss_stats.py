@@ -97,7 +97,7 @@ def stats_of(of_rows: Statistics, leading: torch.Size) -> LossStats:
 
 def no_statistics(rows: Tensor) -> Statistics:
     """Those of rows [N, D] that are ignored, in the order of :func:`focalkern.ops.row_sums.row_statistics`."""
-    number, device = len(rows), rows.device
+    number, device = rows.shape[0], rows.device  # len() would make a dynamic size a constant
     log_p, entropy, lse = (torch.zeros(number, dtype=compute_dtype(rows.dtype), device=device) for _ in range(3))
     correct, counts = (torch.zeros(number, dtype=torch.bool, device=device) for _ in range(2))
     return log_p, entropy, lse, torch.full((number,), -1, device=device), correct, counts

@@ -327,9 +327,9 @@ def linear_focal_loss(
         )
     rows = input.reshape(-1, input.shape[-1])
     used = product_dtype(input.device, dtype)
-    size = (
-        default_chunk_rows(rows.shape[0], rows.shape[1], classes, used.itemsize) if chunk_rows is None else chunk_rows
-    )
+    size = chunk_rows
+    if size is None:  # in a compiled graph, whose rows may be dynamic, the operator chooses
+        size = 0 if compiling else default_chunk_rows(rows.shape[0], rows.shape[1], classes, used.itemsize)
     targets = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
     if edges is None and gamma.dim() > 0:
         gamma = gamma.expand(leading).reshape(-1)

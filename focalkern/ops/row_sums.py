@@ -3,6 +3,7 @@
 On the CPU kernels compute them, on CUDA a kernel computes the statistics. The rest are torch operations.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> Statisti
 def statistics_of_input(input: Tensor, target: Tensor, ignore_index: int) -> Statistics:
     """:func:`row_statistics` of logits [C], [N, C] or [N, C, ...]. For class probabilities only lse and entropy."""
     z = input.movedim(min(input.dim() - 1, 1), -1)
-    rows = z.reshape(z.shape[:-1].numel(), z.shape[-1])
+    rows = z.reshape(math.prod(z.shape[:-1]), z.shape[-1])  # numel() would make a dynamic size a constant
     if target.is_floating_point():
-        return row_statistics(rows, rows.new_zeros(len(rows), dtype=torch.int64), -100)
+        return row_statistics(rows, rows.new_zeros(rows.shape[0], dtype=torch.int64), -100)
     return row_statistics(rows, target.reshape(-1), ignore_index)
 
 

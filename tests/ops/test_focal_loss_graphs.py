@@ -108,6 +108,32 @@ def test_exports(device, dynamo, strict):
     assert_close(exported.module()(z, target), fk.focal_loss(z, target, 2.0, label_smoothing=0.1))
 
 
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2}, {"return_stats": True}, {"reduction": "none"}], ids=repr)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch, in a strict export
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("linear", [False, True])
+def test_exports_with_any_number_of_rows(device, dynamo, linear, strict, options):
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(7, 5, device=device))
+
+        def forward(self, x, target):
+            if linear:
+                return fk.linear_focal_loss(x, self.weight, target, **options)
+            return fk.focal_loss(x @ self.weight.T, target, **options)
+
+    def batch(n):
+        return torch.randn(n, 5, device=device), torch.randint(7, (n,), device=device)
+
+    n = torch.export.Dim("n", min=2, max=4096)
+    loss, rows = Loss(), batch(300)
+    exported = torch.export.export(loss, batch(6), dynamic_shapes=({0: n}, {0: n}), strict=strict).module()
+    found, expected = exported(*rows), loss(*rows)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_autocast_takes_bfloat16_logits_as_they_are(device):
     z = torch.randn(64, 40, device=device).bfloat16().requires_grad_()
     target = torch.randint(40, (64,), device=device)
