@@ -237,7 +237,7 @@ def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tenso
     exp(z_j - m) over the classes of the slice except the target; the target's logit, -inf if another slice has it."""
     parts = [_statistics_of_block(z[block], label[block], owned[block]) for block in blocks(z)] if z.shape[1] else []
     if not parts:
-        nothing = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
+        nothing = torch.full(z.shape[:1], -torch.inf, dtype=torch.float64, device=z.device)
         return nothing, nothing.clone(), nothing.clone()
     top, log_rest, z_y = (torch.cat(values) for values in zip(*parts, strict=True))
     return top, log_rest, z_y
@@ -274,7 +274,7 @@ def _looks_at(tensor: Tensor) -> bool:
 def row_losses(margin: Tensor, gamma: float | Tensor | GammaTable, settings: Settings) -> Tensor:
     """The loss of d [n] in float64, differentiable in d and gamma."""
     two = torch.stack([-margin, torch.zeros_like(margin)], dim=1)
-    first = torch.zeros(len(margin), dtype=torch.int64, device=margin.device)
+    first = torch.zeros(margin.shape[0], dtype=torch.int64, device=margin.device)
     return row_loss(
         settings.op,
         settings.kind,

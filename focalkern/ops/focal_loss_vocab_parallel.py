@@ -228,8 +228,8 @@ def loss_of_slices(
     settings = check_settings(op, kind, target, leading, classes, gamma, epsilon, *options)
     rows = logits.reshape(math.prod(leading), classes)
     # Class probabilities have no label; any label serves to exchange the sizes of the slices.
-    labels = torch.zeros(len(rows), dtype=torch.int64, device=target.device) if soft else target.reshape(-1)
-    split = Split.of(op, labels, classes, settings, process_group, (len(rows), 0))
+    labels = torch.zeros(rows.shape[0], dtype=torch.int64, device=target.device) if soft else target.reshape(-1)
+    split = Split.of(op, labels, classes, settings, process_group, (rows.shape[0], 0))
     if weight is not None and not torch.compiler.is_compiling() and len(weight) != int(split.classes):
         raise ValueError(f"{op}: weight must be [C], with the classes of all ranks, got {list(weight.shape)}")
     gammas = gamma_rows(op, settings.gamma, leading)
