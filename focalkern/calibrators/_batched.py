@@ -16,7 +16,7 @@ from focalkern.calibrators._newton_search import check_finite_nll, nll_focal_sca
 from focalkern.calibrators._parameters import LOGITS, is_assumed
 from focalkern.calibrators._search import SearchResult
 from focalkern.calibrators._temperature import TemperatureScaling
-from focalkern.calibrators._warnings import floor_of
+from focalkern.calibrators._warnings import call_with_floor
 
 __all__ = ["fit_focal_temperatures", "fit_temperatures"]
 
@@ -112,7 +112,7 @@ def _fitted(
 ) -> tuple[list[SearchResult], torch.device]:
     """The results for every network, and the device of the logits; ``single`` fits one network."""
     one_of(op, "input_kind", input_kind, INPUT_KINDS)
-    floor = floor_of(single(input_kind=input_kind))
+    floor = call_with_floor(single(input_kind=input_kind))
     logits, labels = as_tensor(logits, f"{op}: logits").detach(), as_tensor(labels, f"{op}: labels")
     weights = None if weight is None else as_tensor(weight, f"{op}: weight")
     if logits.dim() != 3:

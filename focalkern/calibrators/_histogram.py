@@ -18,7 +18,7 @@ from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._temperature import TemperatureScaling
-from focalkern.calibrators._warnings import floor_of, worse_than_uncalibrated
+from focalkern.calibrators._warnings import call_with_floor, worse_than_uncalibrated
 
 __all__ = ["Binning", "HistogramBinning"]
 
@@ -178,7 +178,7 @@ class HistogramBinning(FusedCalibrator):
             by=PROPER,
             input_kind=self.input_kind,
             remedy="fewer bins, n_bins, or a scaling alone",
-            floor=f"scaling={floor_of(scaling)}",
+            floor=f"scaling={call_with_floor(scaling)}",
         )
         return [*warnings, *worse]
 

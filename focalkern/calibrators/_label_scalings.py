@@ -9,7 +9,7 @@ from torch import Tensor
 from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator, FusedCalibrator
 from focalkern.calibrators._modules import CalibratedLogits
-from focalkern.calibrators._warnings import floor_of
+from focalkern.calibrators._warnings import call_with_floor
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["LabelFits", "fit_labels", "map_of_label", "module_of_label"]
@@ -57,7 +57,7 @@ def fit_labels(
 
 def _of_scaling(words: str, template: Calibrator) -> str:
     """Words about a scaling; a remedy names its floor as part of ``scaling=``, the argument of the user."""
-    form = f"scaling={floor_of(template)} gives"
+    form = f"scaling={call_with_floor(template)} gives"
     return re.sub(r"\bfloor=(\S+) gives", lambda found: form.replace("{}", found[1]), words)
 
 

@@ -18,8 +18,8 @@ from focalkern.calibrators._parameters import Parameters
 __all__ = [
     "UNMASKED",
     "CalibrationWarning",
+    "call_with_floor",
     "few_by_weight",
-    "floor_of",
     "floor_remedy",
     "unseen_classes",
     "warn",
@@ -92,7 +92,7 @@ def few_by_weight(of: FitData) -> list[str]:
     ]
 
 
-def floor_of(calibrator: Parameters) -> str:
+def call_with_floor(calibrator: Parameters) -> str:
     """``TemperatureScaling(input_kind='probs', floor={})``: the parameters that are no defaults, and the floor."""
     params, defaults = calibrator.get_params(deep=False), type(calibrator)().get_params(deep=False)
     params.pop("floor", None)
