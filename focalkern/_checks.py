@@ -186,7 +186,7 @@ def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int | Non
         return
     invalid = (labels < 0) | (labels >= n_classes)
     if ignore_index is not None:
-        invalid &= labels != ignore_index
+        invalid = invalid & (labels != ignore_index)  # not in place, which selective checkpoints refuse
     if bool(invalid.any()):
         row = int(invalid.nonzero()[0])
         ignored = "" if ignore_index is None else " or ignore_index"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import autocast_is_on, has_float64
+from focalkern._tracing import has_values
 from focalkern._types import FLOATS, HALVES, REDUCTIONS
 
 
@@ -66,11 +67,10 @@ def autocasts(input: Tensor) -> bool:
 def values_may_be_read(tensor: Tensor) -> bool:
     """Whether invalid values raise: on the CPU, and with FOCALKERN_VALIDATE=1 on other devices too.
 
-    Always False where values cannot be read: in compiled graphs, under torch.func, on the meta device.
+    Always False where values cannot be read: in graphs, under torch.func, on the meta device, of fake tensors.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or tensor.device.type == "meta":
-        return False
-    return tensor.device.type == "cpu" or os.environ.get("FOCALKERN_VALIDATE", "").startswith("1")
+    on_cpu = tensor.device.type == "cpu" or os.environ.get("FOCALKERN_VALIDATE", "").startswith("1")
+    return on_cpu and has_values(tensor)
 
 
 def fits(parameter: Tensor, shape: tuple[int, ...]) -> bool:

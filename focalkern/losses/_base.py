@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from focalkern._checks import ONE_LOGIT, dense, label, label_range, reduction_code, short, target_misfit
 from focalkern._checks import number as any_number
 from focalkern._devices import autocast_is_on, has_float64, on_device
+from focalkern._tracing import has_values
 from focalkern._types import FLOATS, HALVES, LABELS, Reduction, compute_dtype
 from focalkern.reference._rows import weight_of_labels
 
@@ -261,8 +262,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Batch:
         return Batch(z, None, given, sample_weight, every)
     index = target.long()
     valid = index != loss.ignore_index
-    values_are_there = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    if values_are_there and (target.device.type == "cpu" or _validating()):
+    if (target.device.type == "cpu" or _validating()) and has_values(target):
         check_range(op, target, n_classes, loss.ignore_index)
     # On CUDA labels are not read: a label out of range makes its row NaN, as in focal_loss.
     counts = valid & (index >= 0) & (index < n_classes)

@@ -182,8 +182,9 @@ def _inverse_slopes(z: Tensor, log_q: Tensor, ratios: Tensor, gamma: Tensor) -> 
 
 
 def _inverse_backward(ctx: Any, grad: Tensor, grad_ratios: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-    row = _inverse_slopes(*ctx.saved_tensors)
-    _, _, next_class = _top_and_next(ctx.saved_tensors[0])
+    saved = ctx.saved_tensors  # checkpoints unpack them once
+    row = _inverse_slopes(*saved)
+    _, _, next_class = _top_and_next(saved[0])
     # The ratios are log q_j - log q_next, so their gradients become gradients of log q.
     grad = grad + grad_ratios.scatter_add(-1, next_class, -grad_ratios.sum(-1, keepdim=True))
     kept = torch.where(row.others, grad, 0.0) * row.inverse_h
@@ -219,13 +220,14 @@ class _InverseRows(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, d_z: Tensor | None, d_log_p: Tensor, d_gamma: Tensor) -> tuple[Tensor, Tensor]:
-        row = _inverse_slopes(*ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        row = _inverse_slopes(*saved)
         e = d_log_p - row.da_dgamma * d_gamma.unsqueeze(-1)
         e = torch.where(row.others, e - e.gather(-1, row.top), 0.0)
         pull = (row.weight * e).sum(-1, keepdim=True) / row.divisor
         d_log_q = torch.where(row.others, (e - row.slope_top * pull) * row.inverse_h, 0.0)
         d_log_q = d_log_q.scatter(-1, row.top, -row.u_top * pull)
-        _, _, next_class = _top_and_next(ctx.saved_tensors[0])
+        _, _, next_class = _top_and_next(saved[0])
         return d_log_q, d_log_q - d_log_q.gather(-1, next_class)
 
     @staticmethod

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._tracing import are_kept
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_operator import linear_operator
 from focalkern.ops._linear_pass import (
@@ -44,11 +45,13 @@ def loss_of(tensors: Tensors, options: Options, return_stats: bool) -> tuple[Ten
     """The loss, [N] or reduced, by the path that fits; and the statistics of the rows, if asked for."""
     requires = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:5]]
     options = replace(options, wanted=gradients_needed(tensors, requires, options))
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    transformed = not compiling and (torch._C._are_functorch_transforms_active() or _has_tangent(tensors))
+    if compiling or (are_kept() and not transformed):
         return linear_operator(tensors, options, return_stats)
     if return_stats:
         options = replace(options, stats=no_statistics(tensors[0]))
-    if options.reduction == NONE or torch._C._are_functorch_transforms_active() or _has_tangent(tensors):
+    if options.reduction == NONE or transformed:
         losses: Tensor = _RowLosses.apply(*tensors, options)  # type: ignore[no-untyped-call]
         return reduce_losses(losses, tensors[3], tensors[6], options), options.stats
     loss: Tensor = _ReducedLoss.apply(*tensors, options)  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from focalkern._tracing import are_traced
 from focalkern._types import HALVES, PLAIN_TENSORS
 
 __all__ = ["Head", "blocks", "default_chunk_rows", "is_plain"]
@@ -32,8 +33,8 @@ FLOAT16_SCALE = 32.0
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's values can be read without waiting for a device: on the CPU, no subclass."""
-    return tensor.device.type == "cpu" and type(tensor) in PLAIN_TENSORS
+    """Whether the tensor's values can be read without waiting for a device: on the CPU, no subclass, in no graph."""
+    return tensor.device.type == "cpu" and type(tensor) in PLAIN_TENSORS and not are_traced()
 
 
 def default_chunk_rows(rows: int, features: int, classes: int, item_size: int) -> int:

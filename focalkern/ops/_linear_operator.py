@@ -162,7 +162,8 @@ def _setup_operator_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _operator_backward(ctx: Any, upstream: Tensor, *unused: Any) -> Any:
-    tensors, scale, gradients = ctx.saved_tensors[:7], ctx.saved_tensors[7], ctx.saved_tensors[8:]
+    saved = ctx.saved_tensors  # checkpoints unpack them once
+    tensors, scale, gradients = saved[:7], saved[7], saved[8:]
     reduction, *settings = ctx.settings
     if reduction == NONE:
         found = torch.ops.focalkern.linear_focal_loss_gradient(upstream, *tensors, *settings, ctx.needed)

@@ -268,7 +268,8 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, upstream: Tensor, *unused: Any) -> Any:
-    tensors, (scale, state, of_gamma, *gradients) = ctx.saved_tensors[:15], ctx.saved_tensors[15:]
+    saved = ctx.saved_tensors  # checkpoints unpack them once
+    tensors, (scale, state, of_gamma, *gradients) = saved[:15], saved[15:]
     needed, reduction = ctx.settings[-1], ctx.settings[8]
     factor = upstream * scale
     if reduction == "none":

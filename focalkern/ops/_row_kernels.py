@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from focalkern._tracing import are_seen
 from focalkern._types import PLAIN_TENSORS, compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, fallback, has_kernels
@@ -116,7 +117,7 @@ def forward_with_extras(
     for, the statistics. Logits are [C], [N, C] or [N, C, ...]."""
     logits, target = block.logits, block.target
     soft = target.is_floating_point() or settings.label_smoothing > 0
-    is_plain = type(logits) in PLAIN_TENSORS and not torch.compiler.is_compiling()
+    is_plain = type(logits) in PLAIN_TENSORS and not are_seen()
     of_rows: tuple[Tensor, ...] = ()
     if return_stats or (z_loss != 0 and soft and not logits.is_cpu):
         together = _loss_and_statistics if is_plain else torch.ops.focalkern.row_loss_with_statistics
@@ -235,7 +236,13 @@ def _recording() -> Iterator[None]:
         if not torch.compiler.is_compiling():
             for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
                 stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+            # The hooks of a checkpoint around the loss would run all of it again to unpack what is saved here.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _plain_losses(block: Block, settings: Settings) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import has_float64
+from focalkern._tracing import are_seen
 from focalkern._types import PLAIN_TENSORS, compute_dtype
 from focalkern.ops._backend import backend_for, fallback
 from focalkern.ops._linear_chunks import is_plain
@@ -21,7 +22,7 @@ Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
     """The sums [3, N] and classes [N] of :func:`focalkern.fallback.row_sums`, for any number of classes."""
-    if is_plain(input) and not torch.compiler.is_compiling():
+    if is_plain(input) and not are_seen():
         return _sums(input)
     found: tuple[Tensor, Tensor] = torch.ops.focalkern.row_sums(input)
     return found
@@ -29,7 +30,7 @@ def row_sums(input: Tensor) -> tuple[Tensor, Tensor]:
 
 def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> Statistics:
     """As :func:`focalkern.fallback.row_statistics`."""
-    if type(input) in PLAIN_TENSORS and not torch.compiler.is_compiling():
+    if type(input) in PLAIN_TENSORS and not are_seen():
         return _statistics(input, target, ignore_index)
     found: Statistics = torch.ops.focalkern.row_statistics(input, target, ignore_index)
     return found

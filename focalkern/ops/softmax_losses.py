@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from focalkern._checks import reduction_code, reworded
+from focalkern._tracing import are_seen
 from focalkern._types import PLAIN_TENSORS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, fallback
@@ -155,7 +155,7 @@ def mmce_loss(
 
     Returns None for tensors without a kernel; the composite loss then computes the loss and raises the errors.
     """
-    if torch.compiler.is_compiling() or type(input) not in PLAIN_TENSORS or type(target) not in PLAIN_TENSORS:
+    if are_seen() or type(input) not in PLAIN_TENSORS or type(target) not in PLAIN_TENSORS:
         return None
     kernels = backend_for(input)
     if not input.is_cpu or kernels is fallback:

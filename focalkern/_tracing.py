@@ -1,0 +1,48 @@
+"""Who sees torch's operations beside the caller: compiled graphs, dispatch modes and torch.func."""
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from focalkern._types import PLAIN_TENSORS
+
+__all__ = ["are_kept", "are_seen", "are_traced", "has_values"]
+
+_key = torch._C._TorchDispatchModeKey
+# The modes of selective activation checkpointing in the forward pass and in the recomputation. Their names are private.
+_names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+_KEEPING: tuple[type, ...] = tuple(
+    getattr(torch.utils.checkpoint, name) for name in _names if hasattr(torch.utils.checkpoint, name)
+)
+
+
+def are_seen() -> bool:
+    """Whether a graph or a dispatch mode sees every operation. The result of a kernel that is called directly would be
+    missing there, so an operator or torch operations compute it."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def are_traced() -> bool:
+    """Whether a graph records the operations (torch.compile, make_fx), or fake tensors stand for all tensors."""
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (_key.PROXY, _key.FAKE))
+
+
+def are_kept() -> bool:
+    """Whether results of operations are kept, in a graph or by selective activation checkpointing, which both forbid to
+    overwrite them."""
+    if are_traced():
+        return True
+    modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    return any(isinstance(mode, _KEEPING) for mode in modes)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether Python may read the tensor's values: not in a graph, under torch.func, on the meta device, or of a fake
+    tensor."""
+    if are_traced() or torch._C._are_functorch_transforms_active() or tensor.is_meta:
+        return False
+    return type(tensor) in PLAIN_TENSORS or getattr(tensor, "fake_mode", None) is None
