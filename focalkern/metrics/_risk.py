@@ -12,7 +12,7 @@ from focalkern._checks import number
 from focalkern.metrics._images import flattened
 from focalkern.metrics._inputs import MetricInput, confidence_and_correct
 
-__all__ = ["AcceptThreshold", "RiskCoverage", "accept_threshold", "risk_coverage"]
+__all__ = ["AcceptThreshold", "RiskCoverage", "accept_threshold", "risk_coverage", "threshold_digits"]
 
 # Number of thresholds that accept_threshold compares; the error probability is divided equally among them.
 _CANDIDATES = 20
@@ -70,12 +70,23 @@ class AcceptThreshold:
     confidence: float
 
     def __str__(self) -> str:
+        level = f"{100 * self.confidence:.12g}% confidence"
         if self.n_accepted == 0:
-            return f"No threshold keeps the risk below {self.max_risk:g} with {self.confidence:.0%} confidence."
+            return f"No threshold keeps the risk below {self.max_risk:g} with {level}."
         return (
-            f"Accept confidence >= {self.threshold:.4f}: {self.coverage:.1%} of the rows, risk {self.risk:.4f} "
-            f"(below {self.bound:.4f} with {self.confidence:.0%} confidence)."
+            f"Accept confidence >= {threshold_digits(self.threshold)}: {self.coverage:.1%} of the rows, "
+            f"risk {_risk_digits(self.risk)} (below {_risk_digits(self.bound)} with {level})."
         )
+
+
+def threshold_digits(threshold: float) -> str:
+    """Four digits, and more near 1, where the confidences of most rows differ in later digits."""
+    digits = 4 if threshold >= 1 else 3 + max(1, math.floor(-math.log10(1 - threshold)))
+    return f"{threshold:.{digits}f}"
+
+
+def _risk_digits(risk: float) -> str:
+    return f"{risk:.2g}" if 0 < risk < 0.001 else f"{risk:.4f}"
 
 
 @arrays_for_arrays

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from focalkern._arrays import with_tensors
 from focalkern._checks import short
 from focalkern.metrics import AcceptThreshold, RiskCoverage
+from focalkern.metrics._risk import threshold_digits
 from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, plain_axes
 
 __all__ = ["risk_coverage"]
@@ -70,7 +71,7 @@ def risk_coverage(
         axes.axhline(accept.max_risk, color=GREY, linewidth=1, label=f"max_risk = {accept.max_risk:g}")
         if accept.n_accepted:
             axes.plot([accept.coverage] * 2, [accept.risk, accept.bound], color=INK, linewidth=1.2)
-            label = f"accept confidence >= {accept.threshold:.3f}"
+            label = f"accept confidence >= {threshold_digits(accept.threshold)}"
             axes.plot([accept.coverage], [accept.risk], "o", color=INK, markersize=5, label=label)
     axes.set(xlim=(0, 1.01), ylim=(0, None))
     axes.set_xlabel("coverage: accepted fraction of the rows")

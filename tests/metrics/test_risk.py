@@ -106,6 +106,23 @@ def test_rows_of_equal_confidence_are_accepted_together():
     assert str(chosen).startswith("Accept confidence >= 0.9000: 50.0% of the rows, risk 0.0000 (below 0.0119")
 
 
+@pytest.mark.parametrize("threshold", [0.25, 0.9, 0.987654, 0.99996123, 0.99999994, 1.0])
+def test_the_printed_threshold_has_digits_near_one(threshold):
+    """Most rows of a confident network differ after the fourth digit, where 1.0000 would accept none."""
+    scores = torch.full((500,), threshold, dtype=torch.float64)
+    chosen = fk.accept_threshold(scores=scores, correct=torch.ones(500))
+    assert chosen.n_accepted == 500
+    printed = float(str(chosen).split(">= ")[1].split(":")[0])
+    assert 1 - printed == pytest.approx(1 - threshold, rel=0.01, abs=0)
+
+
+def test_the_sentence_prints_the_level_and_small_risks():
+    few = fk.accept_threshold(scores=torch.ones(2), correct=torch.ones(2), confidence=0.999)
+    assert str(few) == "No threshold keeps the risk below 0.02 with 99.9% confidence."
+    many = fk.accept_threshold(scores=torch.ones(200_000), correct=torch.arange(200_000) > 1, confidence=0.995)
+    assert str(many).endswith("risk 1e-05 (below 6.4e-05 with 99.5% confidence).")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -129,7 +146,7 @@ def test_the_picture():
     chosen = fk.accept_threshold(scores=scores, correct=correct, max_risk=0.1)
     axes = plots.risk_coverage({"a": curve, "b": curve}, accept=chosen, title="two").axes[0]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["a", "b", "max_risk = 0.1", f"accept confidence >= {chosen.threshold:.3f}"]
+    assert labels == ["a", "b", "max_risk = 0.1", f"accept confidence >= {chosen.threshold:.4f}"]
     assert axes.lines[0].get_ydata().tolist() == curve.risk.tolist()
     assert [line.get_ydata()[0] for line in axes.lines[-2:]] == [chosen.risk, chosen.risk]
     assert plots.risk_coverage(curve).axes[0].get_legend() is None
