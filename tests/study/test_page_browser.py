@@ -222,11 +222,12 @@ def test_the_chosen_cell_is_announced(page):
 
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 768, 1280])
+@pytest.mark.parametrize("width", [320, 768, 900, 1280])
 def test_nothing_is_cut(page, width, mode):
     resize(page, width, mode)
     page.refresh()
     unfold(page)
+    page.execute_script("document.querySelector('#explorer details').open = true")
     beyond = page.execute_script(
         """
         const width = document.documentElement.clientWidth;
@@ -239,12 +240,32 @@ def test_nothing_is_cut(page, width, mode):
     assert beyond == []
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.execute_script(f"return {overflow}") == 0
-    if width == 320:  # no table scrolls horizontally either
-        hidden = "return arguments[0].scrollWidth - arguments[0].clientWidth"
-        assert {page.execute_script(hidden, one) for one in page.find_elements(By.CSS_SELECTOR, "div.wide")} == {0}
+    # No table scrolls horizontally either: on a telephone all of them, elsewhere the bins beside the map.
+    tables = page.find_elements(By.CSS_SELECTOR, "div.wide" if width == 320 else "#explorer div.wide")
+    hidden = "return arguments[0].scrollWidth - arguments[0].clientWidth"
+    assert {page.execute_script(hidden, one) for one in tables} == {0}
     # Dark text on light, or light on dark.
     luminance = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
     assert (max(page.execute_script(f"return {luminance}")) < 64) == (mode == "dark")
+
+
+def test_bins_with_few_samples_are_pale(page):
+    def opacities(part):
+        style = f"one => getComputedStyle(one.querySelector('.{part}')).opacity"
+        of = "[...document.querySelectorAll('#explorer-diagram .bin{}')].map(" + style + ")"
+        return [set(page.execute_script("return " + of.format(which))) for which in (".few", ":not(.few)")]
+
+    assert "Bins with fewer are pale." in find(page, "gap").text
+    for part in ("bar", "gap", "top"):
+        assert opacities(part) == [{"0.5"}, {"1"}], part
+
+
+def test_the_star_is_explained_only_if_the_map_has_one(page):
+    """The recommended row of this report is a spline, which is no focal map."""
+    assert "(chosen)" in page.find_element(By.CSS_SELECTOR, "#explorer-choices [aria-pressed=true]").text
+    assert find(page, "which").text == "not given by gamma and T alone, so it has no place on the map"
+    assert not find(page, "star").is_displayed()
+    assert "Dots: the other rows of the table." in find(page, "colours").find_element(By.XPATH, "..").text
 
 
 def test_a_wide_picture_is_enlarged_on_a_telephone(page):

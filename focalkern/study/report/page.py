@@ -80,9 +80,11 @@ def write_report(
 
 def python_lines(saved: str | os.PathLike[str]) -> list[str]:
     """Three lines of Python that apply the saved calibrator."""
+    name = str(saved)
+    quoted = json.dumps(name, ensure_ascii=not name.isprintable())  # a name that is not UTF-8 cannot be printed
     return [
         "import focalkern as fk",
-        f"calibrator = fk.load_calibrator({json.dumps(str(saved))})",
+        f"calibrator = fk.load_calibrator({quoted})",
         "probs = calibrator.predict_proba(logits)",
     ]
 

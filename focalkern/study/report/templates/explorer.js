@@ -79,7 +79,7 @@
     find("title").textContent = nameOf(cell);
     const same = choices.filter((choice) => isSame(choice, cell)).map((choice) => choice.label);
     const words = same.length ? same.join("; ") : "not one of the rows of the table";
-    const off = cell.gamma === null ? "no scaling, so it has no place on the map" : isOnMap(cell) ? "" : "beyond the map";
+    const off = cell.gamma === null ? "not given by gamma and T alone, so it has no place on the map" : isOnMap(cell) ? "" : "beyond the map";
     find("which").textContent = cell.gamma === null ? off : off ? `${words} (${off})` : words;
     for (const button of find("choices").children) {
       button.setAttribute("aria-pressed", String(isSame(choices[button.dataset.choice], cell)));
@@ -186,9 +186,8 @@
     }
     draw.fillText("temperature T", area.left + area.width / 2, area.top + area.height + 31);
 
-    for (const choice of choices) {
-      if (isOnMap(choice)) mark(draw, toX(choice.temperature), toY(choice.gamma), choice.chosen);
-    }
+    for (const choice of choices.filter(isOnMap)) mark(draw, toX(choice.temperature), toY(choice.gamma), choice.chosen);
+    find("star").hidden = !choices.some((choice) => choice.chosen && isOnMap(choice));
     if (isOnMap(shown)) {
       const [x, y] = [toX(shown.temperature), toY(shown.gamma)];
       for (const [line, dark] of [[3.5, true], [1.5, false]]) {
