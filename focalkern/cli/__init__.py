@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 2 after an error (a file, a value, a missing package), which is one line on stderr; 130 after
         Ctrl-C; 143 after SIGTERM.
     """
+    # A character that the terminal lacks, or the bytes of a file name, must not end the command after its computation.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _Parser(prog="focalkern", description="Calibrates trained classifiers and measures the result.")
     parser.add_argument("--version", action="version", version=f"focalkern {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)

@@ -218,3 +218,16 @@ def test_files_are_written_before_the_reader_of_a_pipe_can_go(both, tmp_path):
     assert process.returncode == 0
     assert out.exists()
     assert not state.exists()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_names_that_the_terminal_cannot_print(single, tmp_path, encoding):
+    """The name has a Greek letter and a byte that is not UTF-8."""
+    path = os.path.join(os.fsencode(tmp_path), "λ-".encode() + b"\xff.npz")
+    os.rename(single, path)
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "focalkern", "evaluate", path]
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    name = "λ-" if encoding == "utf-8" else "\\u03bb-"
+    assert f"{name}\\udcff.npz; 15 bins" in done.stdout.decode()
