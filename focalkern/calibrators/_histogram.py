@@ -151,7 +151,7 @@ class HistogramBinning(FusedCalibrator):
         values = torch.where(counts > 0, right / torch.where(counts > 0, mass, 1.0), centres)
         device = log_probs.device
         impossible = cannot_occur_after(module, input)
-        binned = bin_top_class(log_probs, top, impossible, cuts.to(device), values.to(device))
+        binned = bin_top_class(log_probs, top, impossible, cuts.to(device), values.to(device), log=True)
         return {
             "edges_": edges.numpy(),
             "counts_": counts.numpy(),

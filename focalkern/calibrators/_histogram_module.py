@@ -49,8 +49,8 @@ class HistogramLogProbs(RowMap):
         """Log-probabilities [..., C], or probabilities, of ``input`` [..., C], in its dtype."""
         log_probs = scaled(self.scaling, input)
         impossible = cannot_occur_after(self.scaling, input)
-        binned = bin_top_class(log_probs, input.argmax(-1, keepdim=True), impossible, self.edges, self.values)
-        return (binned if log else binned.exp()).to(input.dtype)
+        top = input.argmax(-1, keepdim=True)
+        return bin_top_class(log_probs, top, impossible, self.edges, self.values, log=log).to(input.dtype)
 
 
 def scaled(scaling: CalibratedLogProbs | FlooredInput, input: Tensor) -> Tensor:
@@ -66,7 +66,9 @@ def cannot_occur_after(scaling: CalibratedLogProbs | FlooredInput, input: Tensor
     return cannot_occur(input, scaling.input_kind)
 
 
-def bin_top_class(log_probs: Tensor, top: Tensor, impossible: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+def bin_top_class(
+    log_probs: Tensor, top: Tensor, impossible: Tensor, edges: Tensor, values: Tensor, *, log: bool
+) -> Tensor:
     """Replace the probability of the top class by the value of its bin and rescale the others to the rest.
 
     Args:
@@ -75,9 +77,10 @@ def bin_top_class(log_probs: Tensor, top: Tensor, impossible: Tensor, edges: Ten
         impossible: [..., C] bool, the classes that cannot occur.
         edges: [M - 1] float64; bin (lo, hi], compared in the dtype of ``log_probs``.
         values: [M] float64 in [0, 1].
+        log: return log-probabilities instead of probabilities.
 
     Returns:
-        Log-probabilities [..., C] in the dtype of ``log_probs``; -inf for classes that cannot occur. If all other
+        (Log-)probabilities [..., C] in the dtype of ``log_probs``; 0 (-inf) for classes that cannot occur. If all other
         possible classes have probability 0, they share the rest equally.
     """
     dtype = log_probs.dtype
@@ -94,7 +97,13 @@ def bin_top_class(log_probs: Tensor, top: Tensor, impossible: Tensor, edges: Ten
     # 0 share the rest equally.
     others = log_probs.clamp(min=torch.finfo(dtype).min).masked_fill(apart, -math.inf)
     shares = others - others.amax(-1, keepdim=True)  # log_softmax takes longer for few classes
-    shares = (shares - shares.exp().sum(-1, keepdim=True).log()).masked_fill(alone, -math.inf)
-    result = torch.where(is_top, value.log(), shares + (-value).log1p())
+    weights = shares.exp()
+    total = weights.sum(-1, keepdim=True)
+    if log:
+        shares = (shares - total.log()).masked_fill(alone, -math.inf)
+        result = torch.where(is_top, value.log(), shares + (-value).log1p())
+    else:
+        shares = (weights * ((1 - value) / total)).masked_fill(alone, 0.0)
+        result = torch.where(is_top, value, shares)
     # The comparison above put NaN rows into the first bin; they become NaN again.
     return torch.where(confidence.isnan(), torch.nan, result)
