@@ -6,7 +6,7 @@ from torch import Tensor
 
 from focalkern._types import PLAIN_TENSORS
 
-__all__ = ["are_kept", "are_seen", "are_traced", "has_values"]
+__all__ = ["are_kept", "are_seen", "are_traced", "has_values", "is_fake", "is_readable"]
 
 _key = torch._C._TorchDispatchModeKey
 # The modes of selective activation checkpointing in the forward pass and in the recomputation. Their names are private.
@@ -45,4 +45,14 @@ def has_values(tensor: Tensor) -> bool:
     tensor."""
     if are_traced() or torch._C._are_functorch_transforms_active() or tensor.is_meta:
         return False
-    return type(tensor) in PLAIN_TENSORS or getattr(tensor, "fake_mode", None) is None
+    return not is_fake(tensor)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor is a FakeTensor, which has a shape, a dtype and a device, but no memory."""
+    return type(tensor) not in PLAIN_TENSORS and getattr(tensor, "fake_mode", None) is not None
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether Python may read the tensor's values without waiting for a device."""
+    return tensor.device.type == "cpu" and has_values(tensor)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from focalkern._checks import dense, short
 from focalkern._devices import on_device
+from focalkern._tracing import has_values, is_readable
 from focalkern._types import FLOATS
 
 __all__ = ["FLSD_53", "GammaTable"]
@@ -73,7 +74,7 @@ class GammaTable:
             )
         if edges.device != gammas.device:
             raise ValueError(f"GammaTable: gammas must be on the device of edges, {edges.device}, got {gammas.device}")
-        if edges.device.type == "cpu":
+        if is_readable(edges) and is_readable(gammas):
             # The comparison is false for NaN, so NaN raises too.
             ascending = edges[1:] >= edges[:-1]
             if not bool(ascending.all()):
@@ -133,6 +134,8 @@ class GammaTable:
         return len(self.gammas)
 
     def __repr__(self) -> str:
+        if not has_values(self.edges):
+            return f"GammaTable({len(self)} bins)"
         return f"GammaTable(edges={self.edges.tolist()}, gammas={self.gammas.tolist()})"
 
 

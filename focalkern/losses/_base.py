@@ -319,7 +319,7 @@ def in_dtype_of(loss: Tensor, input: Tensor) -> Tensor:
 
 def digits(values: Tensor) -> str:
     """The numbers of a tensor, for errors and ``repr``."""
-    if values.device.type == "meta":
-        return "meta"
+    if not has_values(values):
+        return "meta" if values.is_meta else "fake"
     numbers = [f"{value:.4g}" for value in values.flatten().tolist()]
     return numbers[0] if values.dim() == 0 else f"[{', '.join(numbers)}]"

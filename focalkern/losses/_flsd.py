@@ -1,11 +1,13 @@
 """FLSDLoss: a gamma per bin of the target's probability; the table is a setting of the constructor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from focalkern._devices import cpu_by_default, on_device
+from focalkern._tracing import is_readable
 from focalkern._types import Reduction
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import described, digits
@@ -52,6 +54,7 @@ class FLSDLoss(FocalLoss):
 
     _table_in_state = False
     _optional_state = frozenset(("edges", "gammas"))
+    _numbers: tuple[list[float], list[float]] | None = None  # of the table, where the constructor may read them
 
     def __init__(
         self,
@@ -66,14 +69,38 @@ class FLSDLoss(FocalLoss):
     ) -> None:
         if isinstance(edges, Tensor) and gammas is _FLSD_53_GAMMAS:
             raise ValueError(f"{self._name}: gammas must be given with edges, got edges alone: {described(edges)}")
+        table = GammaTable(edges, gammas)
         super().__init__(
-            GammaTable(edges, gammas),
+            table,
             weight,
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
         )
+        if table.edges.is_meta and not isinstance(edges, Tensor) and not isinstance(gammas, Tensor):
+            with cpu_by_default():
+                table = GammaTable(edges, gammas)
+        if is_readable(table.edges) and is_readable(table.gammas):
+            self._numbers = (table.edges.tolist(), table.gammas.tolist())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FLSDLoss":
+        had_no_values = self.get_buffer("edges").is_meta
+        super()._apply(fn, recurse)
+        if had_no_values:
+            self._restore(self.get_buffer("edges").device)
+        return self
+
+    def _table_beside(self, input: Tensor, table: GammaTable) -> GammaTable:
+        if table.edges.is_meta and not input.is_meta:
+            self._restore(input.device)
+        return super()._table_beside(input, self._table())
+
+    def _restore(self, device: torch.device) -> None:
+        """Fills the table of a module from the meta device. It is not in a state, so that no checkpoint does."""
+        for name, numbers in zip(self._exact_buffers, self._numbers or (), strict=False):
+            dtype = self.get_buffer(name).dtype
+            self._buffers[name] = on_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from focalkern._checks import dense, flag, one_of
+from focalkern._tracing import is_readable
 from focalkern._types import FLOATS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import Loss, described, digits, number
@@ -194,7 +195,7 @@ class FocalLoss(FocalFamily):
                 )
             if gamma.dtype not in FLOATS:
                 raise TypeError(f"{self._name}: gamma must be floating point, got {gamma.dtype}")
-            if gamma.device.type == "cpu" and not bool(gamma.isfinite().all()):  # elsewhere it would synchronise
+            if is_readable(gamma) and not bool(gamma.isfinite().all()):  # elsewhere it would synchronise
                 raise ValueError(f"{self._name}: gamma must be finite, got {digits(gamma.detach())}")
             if isinstance(gamma, nn.Parameter):
                 self.gamma = gamma
@@ -205,10 +206,9 @@ class FocalLoss(FocalFamily):
         self._check_signs(gamma.gammas if isinstance(gamma, GammaTable) else gamma)
 
     def _check_signs(self, gamma: object) -> None:
-        if self._gamma_may_be_negative or not isinstance(gamma, Tensor) or gamma.device.type != "cpu":
-            return
-        if not bool((gamma >= 0).all()):
-            raise ValueError(f"{self._name}: gamma must be at least 0, got {digits(gamma.detach())}")
+        values = gamma if isinstance(gamma, Tensor) and not self._gamma_may_be_negative else None
+        if values is not None and is_readable(values) and not bool((values >= 0).all()):
+            raise ValueError(f"{self._name}: gamma must be at least 0, got {digits(values.detach())}")
 
     def _gamma(self) -> float | Tensor | GammaTable:
         if self.gamma is None:

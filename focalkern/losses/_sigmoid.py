@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from focalkern._checks import dense
+from focalkern._tracing import is_readable
 from focalkern._types import FLOATS, Reduction, ScoredTarget
 from focalkern.losses._base import Loss, number
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
@@ -44,7 +45,7 @@ class ElementLoss(Loss):
             setattr(self, name, number(self._name, name, value, low=0.0, high=high))
             return
         self._check_tensor(name, value)
-        if value.device.type == "cpu" and not bool(((value >= 0) & (value <= high) & value.isfinite()).all()):
+        if is_readable(value) and not bool(((value >= 0) & (value <= high) & value.isfinite()).all()):
             bounds = "at least 0" if math.isinf(high) else f"in [0, {high:g}]"
             raise ValueError(f"{self._name}: {name} must be finite and {bounds}")
         if isinstance(value, nn.Parameter):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focalkern._tracing import are_kept
+from focalkern._tracing import are_kept, is_fake
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_operator import linear_operator
 from focalkern.ops._linear_pass import (
@@ -47,7 +47,8 @@ def loss_of(tensors: Tensors, options: Options, return_stats: bool) -> tuple[Ten
     options = replace(options, wanted=gradients_needed(tensors, requires, options))
     compiling = torch.compiler.is_compiling()
     transformed = not compiling and (torch._C._are_functorch_transforms_active() or _has_tangent(tensors))
-    if compiling or (are_kept() and not transformed):
+    fake = not compiling and any(t is not None and is_fake(t) for t in tensors)
+    if compiling or (not transformed and (fake or are_kept())):
         return linear_operator(tensors, options, return_stats)
     if return_stats:
         options = replace(options, stats=no_statistics(tensors[0]))

@@ -212,7 +212,8 @@ def label_statistics(z: Tensor, split: Split, rows: SoftRows) -> RowStatistics:
 def _softmax(z: Tensor, group: Any, real: torch.dtype) -> tuple[SoftRows, tuple[Tensor, Tensor]]:
     """The normalisation of the softmax over the classes of all ranks (``slope`` is 0), and the sums of the slice."""
     found = row_sums(z.double() if real == torch.float64 else z)
-    tops, rests = all_gather(found[0][:2].reshape(-1), group).reshape(-1, 2, z.shape[0]).unbind(1)
+    everywhere = all_gather(found[0][:2].reshape(-1), group)
+    tops, rests = everywhere.reshape(everywhere.shape[0], 2, z.shape[0]).unbind(1)
     top = tops.amax(0)
     # `rests` exclude the largest logit of a rank. Add it to the others unless it is the largest of all ranks.
     scale = torch.where(tops == -torch.inf, 0.0, (tops - top).exp())

@@ -13,7 +13,7 @@ from torch import Tensor
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import dense, flag, number
 from focalkern._devices import autocast_is_on, on_device
-from focalkern._tracing import has_values
+from focalkern._tracing import is_readable
 from focalkern._types import FLOATS, HALVES, InputKind, Reduction
 from focalkern.ops._inverse_solver import elements_in_order, inverse_logits, inverse_rows
 from focalkern.ops._row_loss import needs_float64
@@ -257,7 +257,7 @@ def _gamma_tensor(op: str, gamma: float | Tensor | Array, like: Tensor) -> Tenso
         raise TypeError(f"{op}: gamma must be float16, bfloat16, float32 or float64, got {gamma.dtype}")
     if gamma.device != like.device and (gamma.dim() > 0 or gamma.device.type == "meta"):
         raise ValueError(f"{op}: gamma must be on the device of input, {like.device}, got {gamma.device}")
-    if gamma.device.type == "cpu" and has_values(gamma):
+    if is_readable(gamma):
         outside = ~((gamma >= 0) & gamma.isfinite())
         if bool(outside.any()):
             raise ValueError(f"{op}: gamma must be finite and at least 0, got {float(gamma[outside].reshape(-1)[0])}")

@@ -31,6 +31,22 @@ def test_copies_pickles_and_checkpoints(name):
     assert torch.equal(fresh(input, target), expected)
 
 
+@pytest.mark.parametrize("make", [fk.FLSDLoss, lambda: fk.FLSDLoss([0.0, 0.5, 1.0], [1.0, -1.0])])
+def test_the_table_of_a_loss_from_the_meta_device(make):
+    """No state contains it, so the loss keeps its numbers."""
+    input, target = batch(dtype=torch.float32)
+    expected = make()(input, target)
+    with torch.device("meta"):
+        made = [make() for _ in range(3)]
+    made[0].to_empty(device="cpu")
+    made[1].load_state_dict(make().state_dict(), assign=True)
+    made[2] = copy.deepcopy(made[2])
+    for loss in (*made, make().to("meta").to_empty(device="cpu"), make().to("meta")):
+        assert torch.equal(loss(input, target), expected)
+        assert repr(loss) == repr(make())
+    assert make().to("meta")(input.to("meta"), target.to("meta")).is_meta
+
+
 def test_settings_are_shown():
     shown = [
         (fk.FocalLoss(1.5), "FocalLoss(gamma=1.5)"),

@@ -1,11 +1,14 @@
 """Losses under modes of torch that see every operation: selective activation checkpointing, which keeps results and
-returns them in the backward pass, and make_fx, whose graph holds only what it saw."""
+returns them in the backward pass; make_fx, whose graph holds only what it saw; and fake tensors, which have no memory.
+"""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from conftest import assert_close
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -107,3 +110,42 @@ def test_flops_of_the_products_are_counted():
     with counter:
         fk.linear_focal_loss(z.requires_grad_(), w * w[:, None], y, chunk_rows=4).backward()
     assert counter.get_total_flops() >= 2 * 2 * (N - 1) * C * C
+
+
+# "outside": fake tensors whose mode is not active, as after loading a checkpoint as fake tensors.
+@pytest.mark.parametrize("where", ["in the mode", "outside", "bfloat16"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_fake_tensors(name, where):
+    loss, dtype = LOSSES[name], torch.bfloat16 if where == "bfloat16" else torch.float32
+    if dtype == torch.bfloat16 and name in ("linear", "linear, statistics"):
+        pytest.skip("its head is float32")
+    expected = loss(*arguments(dtype))
+    # The tables of modules that were made before are real tensors.
+    mode = FakeTensorMode(allow_non_fake_inputs=where == "outside" or name in ("table", "adaptive"))
+    z, *given = (mode.from_tensor(tensor) for tensor in arguments(dtype))
+    z = z.detach().requires_grad_()
+    with contextlib.nullcontext() if where == "outside" else mode:
+        found = loss(z, *given)
+        (gradient,) = torch.autograd.grad(found, z)
+    for fake, real in ((found, expected), (gradient, z)):
+        assert isinstance(fake, FakeTensor)
+        assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
+
+
+def test_modules_made_of_fake_tensors():
+    real = 2 * torch.randn(N, C)
+    with FakeTensorMode() as mode:
+        z, y = mode.from_tensor(real).requires_grad_(), torch.zeros(N, dtype=torch.int64)
+        for loss in (
+            fk.FLSDLoss(),
+            fk.FocalLoss(torch.tensor(2.0)),
+            fk.FocalLoss(fk.GammaTable([0.0, 0.5, 1.0], [1.0, 2.0])),
+            fk.PolyFocalLoss(torch.tensor(2.0)),
+            fk.SigmoidFocalLoss(torch.tensor(2.0)),
+            fk.AdaFocalLoss(),
+        ):
+            loss(z, y).sum().backward()
+            assert type(loss).__name__ in repr(loss)
+        assert repr(fk.GammaTable([0.0, 0.5, 1.0], [1.0, 2.0])) == "GammaTable(2 bins)"
+        assert "gamma=fake" in repr(fk.FocalLoss(torch.tensor(2.0)))
+    assert isinstance(z.grad, FakeTensor)

@@ -41,6 +41,18 @@ def test_one_rank(alone, scale):
     assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("soft", [False, True])
+def test_no_rows(alone, soft, reduction):
+    z = torch.zeros(0, 3, requires_grad=True)
+    target = torch.zeros(0, 3) if soft else torch.zeros(0, dtype=torch.long)
+    options = {"reduction": reduction, "z_loss": 0.1, "label_smoothing": 0.1 if soft else 0.0}
+    found, expected = fk.focal_loss_vocab_parallel(z, target, **options), fk.focal_loss(z, target, **options)
+    assert_close(found, expected)
+    found.sum().backward()
+    assert z.grad.shape == (0, 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("gamma", [2.0, 0.0, -1.0])
 def test_a_target_beside_which_nothing_is_left(alone, dtype, gamma):
