@@ -4,7 +4,8 @@ The results equal those of :mod:`focalkern.metrics` on all batches together. The
 ``MetricCollection``, with Lightning's ``self.log`` and with ``torch.distributed``. Input is ``[N, C]`` or
 ``[N, C, d1, ...]``, class scores in dimension 1, with targets ``[N]`` or ``[N, d1, ...]``. ``input_kind`` states
 whether the scores are logits or probabilities; it is not inferred. Sums are float64. Without any row, ``compute``
-returns NaN.
+returns NaN. ``set_dtype`` chooses the dtype of the results, float64 by default; the sums stay float64, also in a model
+that is cast to another dtype.
 
 Memory: with ``equal_width`` bins only sums per bin are kept, for any number of rows. Equal-mass bins depend on all
 rows, so all confidences (for the classwise error, all probabilities) are kept.
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
-from focalkern._arrays import flat_rows
 from focalkern.metrics._bins import equal_width_bin
-from focalkern.metrics._inputs import probs_and_target
 
 try:
     from torchmetrics import Metric
     from torchmetrics.utilities import dim_zero_cat
+
+    from focalkern.integrations._metric import FocalkernMetric
 except ImportError as error:
     raise ImportError(
         f"focalkern.integrations.torchmetrics needs torchmetrics: pip install torchmetrics ({error})"
@@ -37,64 +38,9 @@ _ERRORS: dict[str, Callable[[metrics.ReliabilityBins], Tensor]] = {
     "rms": metrics.rms_error,
     "debiased": metrics.debiased_error,
 }
-_INPUT_KINDS = ("probs", "logits")
 
 
-class _FocalkernMetric(Metric):
-    """Base of the four metrics: checks, and the conversion of inputs of any shape to rows."""
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-    plot_lower_bound = 0.0
-
-    def __init__(self, input_kind: str, ignore_index: int | None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._check("input_kind", input_kind, _INPUT_KINDS)
-        self.input_kind = input_kind
-        self.ignore_index = ignore_index
-
-    def _check(self, name: str, value: Any, options: Any) -> None:
-        if value not in options:
-            raise ValueError(f"{type(self).__name__}: {name} must be one of {', '.join(options)}, got {value!r}")
-
-    def _bins_of(self, name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{type(self).__name__}: {name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{type(self).__name__}: {name} must be at least 1, got {value}")
-        return value
-
-    def _rows(self, preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores [rows, C] and targets [rows] without ignored rows."""
-        op = type(self).__name__
-        if preds.dim() < 2:
-            raise ValueError(f"{op}: preds must be [N, C, ...], got shape {list(preds.shape)}")
-        expected = preds.shape[:1] + preds.shape[2:]
-        if target.shape != expected:
-            raise ValueError(f"{op}: target must be [N, ...] = {list(expected)}, got {list(target.shape)}")
-        scores, target = (preds, target) if preds.dim() == 2 else (flat_rows(preds), target.reshape(-1))
-        if self.ignore_index is not None:
-            kept = target.long() != self.ignore_index
-            scores, target = scores[kept], target[kept]
-        return probs_and_target(op, scores, target, log=self.input_kind == "logits")
-
-    def _log_probs(self, scores: Tensor) -> Tensor:
-        return scores.to(torch.float64).log_softmax(-1)
-
-    def _probs(self, scores: Tensor) -> Tensor:
-        """The given probabilities, or the softmax of logits, in at least float32."""
-        if self.input_kind == "probs":
-            return scores
-        probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        without = probs[:, 0].isnan()  # NaN, +inf or only -inf in a row make all of it NaN
-        if bool(without.any()):
-            row = int(without.nonzero()[0])
-            raise ValueError(f"{type(self).__name__}: preds must have a finite softmax, got {scores[row]} at row {row}")
-        return probs
-
-
-class CalibrationError(_FocalkernMetric):
+class CalibrationError(FocalkernMetric):
     """Calibration error of the top class; see :func:`focalkern.metrics.expected_calibration_error`.
 
     Args:
@@ -197,12 +143,12 @@ class CalibrationError(_FocalkernMetric):
         """The error over all batches, of all processes.
 
         Returns:
-            float64, a fraction; see the class.
+            A fraction, float64 or the dtype of ``set_dtype``; see the class.
         """
-        return _ERRORS[self.error](self.bins())
+        return _ERRORS[self.error](self.bins()).to(self._result_dtype)
 
 
-class ClasswiseCalibrationError(_FocalkernMetric):
+class ClasswiseCalibrationError(FocalkernMetric):
     """Classwise ECE; see :func:`focalkern.metrics.classwise_calibration_error`.
 
     Args:
@@ -271,13 +217,13 @@ class ClasswiseCalibrationError(_FocalkernMetric):
         """The error over all batches, of all processes.
 
         Returns:
-            float64, a fraction; see the class.
+            A fraction, float64 or the dtype of ``set_dtype``; see the class.
         """
         errors = metrics.expected_error(_bins_from_sums(self, int(self.count[0].sum())))
-        return errors.mean() if self.reduction == "mean" else errors
+        return (errors.mean() if self.reduction == "mean" else errors).to(self._result_dtype)
 
 
-class _Mean(_FocalkernMetric):
+class _Mean(FocalkernMetric):
     total: Tensor
     n_samples: Tensor
 
@@ -310,9 +256,9 @@ class _Mean(_FocalkernMetric):
         """The mean over all rows, of all processes.
 
         Returns:
-            float64, 0-dim; see the class.
+            0-dim, float64 or the dtype of ``set_dtype``; see the class.
         """
-        return self.total / self.n_samples
+        return (self.total / self.n_samples).to(self._result_dtype)
 
 
 class NegativeLogLikelihood(_Mean):
@@ -359,7 +305,7 @@ class BrierScore(_Mean):
         return metrics.brier_score(self._probs(scores), target)
 
 
-def _add_bin_sums(metric: Any, shape: tuple[int, ...]) -> None:
+def _add_bin_sums(metric: Metric, shape: tuple[int, ...]) -> None:
     metric.add_state("count", torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
     metric.add_state("confidence_sum", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
     metric.add_state("correct_sum", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")

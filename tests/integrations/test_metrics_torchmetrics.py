@@ -171,6 +171,97 @@ def test_a_collection_and_its_state_dict():
     assert copy.compute() == found
 
 
+METRICS = {
+    "equal width": lambda: ours.CalibrationError(n_bins=5),
+    "equal mass": lambda: ours.CalibrationError(n_bins=5, estimator="equal_mass"),
+    "classwise": lambda: ours.ClasswiseCalibrationError(4, n_bins=5),
+    "nll": ours.NegativeLogLikelihood,
+    "brier": ours.BrierScore,
+}
+
+
+def dtypes(metric):
+    state = metric.metric_state.items()
+    return {name: value.dtype if isinstance(value, torch.Tensor) else [t.dtype for t in value] for name, value in state}
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, "torch.HalfTensor"])
+def test_set_dtype_is_the_dtype_of_the_result(name, dtype):
+    """Before, between and after the batches; the sums keep their digits."""
+    logits, target = sample()
+    probs, wanted = logits.softmax(-1), dtype if isinstance(dtype, torch.dtype) else torch.float16
+    plain = fill(METRICS[name](), probs, target)
+    expected = plain.compute()
+    assert expected.dtype == torch.float64
+    first, between = METRICS[name]().set_dtype(dtype), METRICS[name]()
+    between.update(probs[:100], target[:100])
+    between.set_dtype(dtype).update(probs[100:], target[100:])
+    for metric in (fill(first, probs, target), between, plain.set_dtype(dtype)):
+        assert metric.dtype == metric.compute().dtype == wanted
+        assert_close(metric.compute(), expected.to(wanted))
+        again = pickle.loads(pickle.dumps(metric.clone()))
+        assert again.compute().dtype == wanted
+        metric.reset()
+        assert fill(metric, probs, target).compute() == again.compute()
+    assert dtypes(first) == dtypes(fill(METRICS[name](), probs, target))
+
+
+# A module casts its metrics by .to(dtype); .half() and .double() of a metric have no effect in torchmetrics either.
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("cast", ["half", "double", "float", "bfloat16", torch.float16, torch.bfloat16])
+def test_a_cast_of_the_model_changes_no_metric(name, cast):
+    logits, target = sample()
+    model = torch.nn.Module()
+    model.metric = fill(METRICS[name](), logits.softmax(-1), target)
+    before, expected = dtypes(model.metric), model.metric.compute()
+    for _ in range(2):  # with the kept result and without
+        model.to(cast) if isinstance(cast, torch.dtype) else getattr(model, cast)()
+        model.metric.to("cpu")
+        assert dtypes(model.metric) == before
+        assert torch.equal(model.metric.compute(), expected)
+        model.metric.reset()
+        fill(model.metric, logits.softmax(-1), target)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_states_of_metrics_of_other_dtypes(name):
+    """state_dict, merge_state and the synchronisation of two processes take a metric of another dtype."""
+    logits, target = sample()
+    probs = logits.softmax(-1)
+    expected = fill(METRICS[name](), probs, target).compute()
+    first, second, loaded = METRICS[name]().set_dtype(torch.float16), METRICS[name](), METRICS[name]()
+    first.persistent(True)
+    first.update(probs[:100], target[:100])
+    second.update(probs[100:], target[100:])
+    loaded.load_state_dict(first.state_dict())
+    loaded.update(probs[100:], target[100:])
+    assert_close(loaded.compute(), expected)
+    second.merge_state(first)
+    assert_close(second.compute(), expected)
+    both = fill(METRICS[name]().set_dtype(torch.float32), probs, target)
+    both.dist_sync_fn, both.distributed_available_fn = lambda state, group=None: [state, state], lambda: True
+    assert_close(both.compute(), expected.float())
+    moved = METRICS[name]().to("meta")
+    assert all(value.is_meta for value in moved.metric_state.values() if isinstance(value, torch.Tensor))
+
+
+def test_set_dtype_refuses_integers():
+    metric = ours.BrierScore()
+    with pytest.raises(TypeError, match=r"BrierScore: dst_type must be a floating-point dtype, got torch\.int64"):
+        metric.set_dtype(torch.int64)
+    assert metric.dtype == torch.float32
+
+
+def test_plots():
+    pytest.importorskip("matplotlib").use("Agg")
+    logits, target = sample()
+    for make in METRICS.values():
+        metric = fill(make(), logits.softmax(-1), target)
+        assert metric.plot()[1].lines or metric.plot()[1].collections
+        assert len(metric.plot([metric.compute(), metric.compute()])[1].lines) >= 1
+
+
 def made():
     return [
         ours.CalibrationError(),
