@@ -21,10 +21,11 @@ from focalkern.calibrators._robust_temperature import (
     floored_map,
 )
 from focalkern.calibrators._row_source import MemoryRows, RowSource, class_counts, fold_by_fold, rows_of
-from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
+from focalkern.calibrators._selection import NO_ERRORS, CandidateScore, CrossValidation, decide, weighted_pairs
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_features import masks_zeros
 from focalkern.calibrators._spline_folds import FoldOf, Predict, SplineFolds, why_not
+from focalkern.calibrators._temperature_bound import no_row_is_wrong
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = [
@@ -178,6 +179,10 @@ class FoldFits:
     ) -> None:
         self._source, self._fold_of, self._folds, self._class_counts = source, fold_of, folds, class_counts(source)
         self._why_not_matrix = why_not_matrix
+        self._no_errors = no_row_is_wrong(source)
+        self._kinds_of_temperature = {
+            one.input_kind for one in candidates.values() if isinstance(one, RobustTemperatureScaling)
+        }
         self._splines = [one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)]
         self._fits: dict[tuple[float, str], SplineFolds] = {}
         self._temperatures: dict[str, RobustTemperatureScaling] = {}
@@ -186,6 +191,8 @@ class FoldFits:
     def why_not(self, candidate: Any) -> str:
         if not isinstance(candidate, SplineScaling):
             return ""
+        if candidate.input_kind in self._kinds_of_temperature and self._no_errors:
+            return NO_ERRORS
         source = self._source
         found = why_not(candidate, source.weight_sum, source.n_rows, source.n_classes)
         return found or (self._why_not_matrix if candidate.kind == "matrix" else "")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from focalkern._types import LOSS_NAMES, InputKind, Proper
 from focalkern.calibrators._newton_steps import Steps, newton_steps, valleys, vertices
+from focalkern.calibrators._row_source import memory_rows
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, SearchResult
 from focalkern.calibrators._smooth_losses import BrierOfRows, NllOfNetworks, check_finite_nll, coarse_table
 from focalkern.calibrators._temperature_bound import describe_bound, succession_bound
@@ -52,8 +53,9 @@ class _Rows:
 
     def low_end(self, gamma: float, why: str) -> tuple[float, tuple[str, ...]]:
         """The result (temperature, sentences) if the criterion falls all the way to T = 0."""
-        temperature = succession_bound(self.input, gamma, self.input_kind, self.weight)
-        return temperature, (describe_bound(temperature, len(self.input), self.weight, why),)
+        rows = memory_rows(self.input, self.target, self.weight)
+        temperature = succession_bound(rows, gamma, self.input_kind)
+        return temperature, (describe_bound(temperature, rows.n_rows, rows.weight_sum, why),)
 
     def words(self, name: str, value: float, bounds: tuple[float, float]) -> list[str]:
         if value not in bounds:

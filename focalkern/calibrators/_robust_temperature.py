@@ -22,6 +22,7 @@ from focalkern.calibrators._spline_features import (
     temperature_sums,
 )
 from focalkern.calibrators._spline_module import FlooredLogProbs, MapArguments
+from focalkern.calibrators._temperature_bound import confidence_limit, limit_warnings
 from focalkern.calibrators._warnings import UNMASKED, few_by_weight
 from focalkern.ops.spline_map import map_by_pieces
 from focalkern.ops.spline_sums import spline_sums_for
@@ -36,10 +37,12 @@ class RobustTemperatureScaling(FitsBatches):
 
     T minimises the mean NLL plus :math:`(\log T)^2 / (2 W)`, with W the number of rows (the sum of their weights). The
     floor bounds the loss of a row whose target has probability 0, which forests and nearest neighbours give. The second
-    term keeps T above 0 if every row is correct. In this term T is relative to the size of the logits if all are within
-    0.05 of each other, or if the two largest of a row are over 100 apart on average. With thousands of rows and no
-    zeros the result is close to :class:`TemperatureScaling`. It is the candidate ``"temperature"`` of
-    :class:`AutoCalibrator` and :func:`focalkern.compare_calibrators`.
+    term keeps T above 0 with few rows. In this term T is relative to the size of the logits if all are within 0.05 of
+    each other, or if the two largest of a row are over 100 apart on average. If every row is correct, the rows give no
+    upper limit of the confidence: T then raises the mean confidence to (W + 1) / (W + 2) at most (see
+    :class:`TemperatureScaling`), never lowers it, and ``fit`` warns. With thousands of rows and no zeros the result is
+    close to :class:`TemperatureScaling`. It is the candidate ``"temperature"`` of :class:`AutoCalibrator` and
+    :func:`focalkern.compare_calibrators`.
 
     As in :class:`SplineScaling`, a logit of -inf gives exactly 0, unless a row of ``fit`` has its label there.
 
@@ -73,6 +76,8 @@ class RobustTemperatureScaling(FitsBatches):
     masks_: bool
     best_value_: float
 
+    _limit: float | None = None  # of the mean confidence, if no row of the fit is wrong
+
     def __init__(self, *, input_kind: InputKind = LOGITS) -> None:
         self.input_kind = input_kind
 
@@ -89,12 +94,14 @@ class RobustTemperatureScaling(FitsBatches):
 
     def _fit_source(self, source: RowSource) -> dict[str, Any]:
         floor = floor_of(source.weight_sum)
-        temperature = robust_temperature(source, self.input_kind, logit_scale(source, self.input_kind))
+        limit, scale = confidence_limit(source), logit_scale(source, self.input_kind)
+        temperature = robust_temperature(source, self.input_kind, scale, no_errors=limit is not None)
         beta = torch.tensor([1 / temperature], dtype=torch.float64)
         return {
             "temperature_": temperature,
             "floor_": floor,
             "masks_": masks_zeros(source, self.input_kind),
+            "_limit": limit,
             "best_value_": float(temperature_sums(source, self.input_kind, beta, floor)[0]),
         }
 
@@ -102,7 +109,8 @@ class RobustTemperatureScaling(FitsBatches):
         return [*few_by_weight(rows), *super()._fit_warnings(rows)]
 
     def _warnings_of(self, class_counts: Tensor) -> list[str]:
-        return [UNMASKED] if self.input_kind == "logits" and not self.masks_ else []
+        unmasked = [UNMASKED] if self.input_kind == "logits" and not self.masks_ else []
+        return [*limit_warnings(self._limit), *unmasked]
 
     def _invalid_rows_are(self) -> Literal["rejected"]:
         return "rejected"
@@ -139,12 +147,15 @@ def floored_folds(
 ) -> list[Floored]:
     """The fits to ``source`` without each fold; ``near`` is the fit to all of it, ``part`` as :func:`fold_by_fold`."""
     inside = [part(k, True) for k in range(folds)]
-    known = [None] * folds if has_unit(source, input_kind) else fold_temperatures(inside, input_kind, near.temperature_)
+    # The fits of the folds stand for the fit to all rows, so they are bounded only if that is.
+    no_errors = near._limit is not None
+    by_search = no_errors or has_unit(source, input_kind)
+    known = [None] * folds if by_search else fold_temperatures(inside, input_kind, near.temperature_)
     found = []
     for k, temperature in enumerate(known):
         if temperature is None:
             scale = logit_scale(part(k, False), input_kind)
-            temperature = robust_temperature(part(k, False), input_kind, scale, near.temperature_)
+            temperature = robust_temperature(part(k, False), input_kind, scale, near.temperature_, no_errors)
         floor = floor_of(source.weight_sum - inside[k].weight_sum)
         found.append(Floored(temperature, floor, near.masks_ or masks_zeros(part(k, False), input_kind)))
     return found

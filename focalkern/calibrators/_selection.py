@@ -14,8 +14,11 @@ from torch import Tensor
 
 from focalkern._types import LOSS_NAMES, Proper
 
-__all__ = ["CandidateScore", "CrossValidation", "decide", "decide_from_sums", "weighted_pairs"]
+__all__ = ["NO_ERRORS", "CandidateScore", "CrossValidation", "decide", "decide_from_sums", "weighted_pairs"]
 
+
+NO_ERRORS = "adds nothing to temperature scaling on rows without an error"
+"""Why a spline scaling is excluded if no row is wrong."""
 
 _SMALLEST = torch.finfo(torch.float64).tiny
 

@@ -21,6 +21,7 @@ from focalkern.calibrators._spline_fit import Fit, curve_derivatives, predictor
 from focalkern.calibrators._spline_linear import LBFGS_STEPS
 from focalkern.calibrators._spline_module import MapArguments, SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
+from focalkern.calibrators._temperature_bound import justified_confidence, limit_warnings
 from focalkern.calibrators._warnings import UNMASKED, unseen_classes
 from focalkern.ops.spline_map import map_by_pieces
 
@@ -52,7 +53,8 @@ class SplineScaling(FitsBatches):
             + 2 C \sum_j (D_{jj}^2 + b_j^2) + 2 C (C - 1) \sum_{j \ne k} D_{jk}^2
 
     (s is the slope of f; for a vector, :math:`v_j` replaces :math:`D_{jj}`). The problem is convex and has one optimum,
-    which is finite on any rows. With few rows the penalties shrink the map towards temperature scaling.
+    which is finite on any rows. With few rows the penalties shrink the map towards temperature scaling. If every row is
+    correct, the map is that of :class:`RobustTemperatureScaling`, which limits the confidence, and ``fit`` warns.
 
     A probability of 0 counts as e / C in x, so that the class stays possible: forests and nearest neighbours give 0
     because they have a finite number of votes. A logit of -inf marks an impossible class and gives exactly 0, unless a
@@ -114,6 +116,8 @@ class SplineScaling(FitsBatches):
     converged_: bool
     degrees_of_freedom_: float
     covariance_: _Array
+
+    _limit: float | None = None  # of the mean confidence, if no row of the fit is wrong
 
     def __init__(
         self,
@@ -200,6 +204,7 @@ class SplineScaling(FitsBatches):
             "converged_": found.converged,
             "degrees_of_freedom_": float((covariance @ (here.hessian - 2 * rows.quadratic)).trace()),
             "covariance_": (covariance / rows.weight_sum).numpy(),
+            "_limit": justified_confidence(rows.weight_sum) if rows.no_errors else None,
         }
         changed = torch.zeros(1, dtype=torch.float64)
         if not self._keeps_predictions():
@@ -210,7 +215,7 @@ class SplineScaling(FitsBatches):
         return {**fitted, "n_changed_": int(rows.source.add_up(changed))}
 
     def _warnings_of(self, class_counts: Tensor) -> list[str]:
-        found = []
+        found = limit_warnings(self._limit)
         if self.weight_sum_ < _FEW_ROWS:
             found.append(
                 f"fitted on {self.weight_sum_:g} row{'s' * (self.weight_sum_ != 1)}, which say little (importance "

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators._row_source import MemoryRows
-from focalkern.calibrators._spline_fit import NEWTON_DONE_IN_A_FOLD, Fit, Map, curve_sums, fit_curve
+from focalkern.calibrators._spline_fit import (
+    NEWTON_DONE_IN_A_FOLD,
+    Fit,
+    Map,
+    curve_derivatives,
+    curve_sums,
+    fit_curve,
+)
 from focalkern.calibrators._spline_linear import (
     LBFGS_DONE,
     LBFGS_DONE_IN_A_FOLD,
@@ -43,7 +50,8 @@ def fit_family(
 ) -> Family:
     """Fit the given members and the members from which their fits start.
 
-    The fits of scalar and vector start from the free curve; the fit of the matrix starts from the vector.
+    The fits of scalar and vector start from the free curve; the fit of the matrix starts from the vector. If no row of
+    the features is wrong, every fit is the identity on x: any other map would only raise the confidence further.
 
     Args:
         members: some of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
@@ -51,6 +59,8 @@ def fit_family(
         sums: those of :func:`family_sums` for these rows at ``near``.
     """
     with _without_autograd(rows):
+        if rows.no_errors:
+            return _identities(rows, members)
         return _fitted(rows, members, near, sums or {})
 
 
@@ -67,6 +77,19 @@ def family_sums(rows: SplineRows, family: Family) -> dict[str, Tensor]:
 def _without_autograd(rows: SplineRows) -> contextlib.AbstractContextManager[Any]:
     """Without what autograd keeps of each operation. The rows of a user's function are read outside."""
     return torch.inference_mode() if isinstance(rows.source, MemoryRows) else contextlib.nullcontext()
+
+
+def _identities(rows: SplineRows, members: Collection[str]) -> Family:
+    """No curve, no slopes and no intercepts for every member."""
+    n, curve = rows.n_classes, torch.zeros(len(rows.spline.knots) + 1, dtype=torch.float64)
+    here = curve_derivatives(rows, Map(curve))
+    alone = Fit(Map(curve), here.value, 1, derivatives=here)
+    fits = dict.fromkeys(("free", *members), alone)
+    for kind, shape in (("vector", (n,)), ("matrix", (n, n))):
+        if kind in members:
+            weight = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+            fits[kind] = Fit(Map(curve, weight, weight.new_zeros(n)), here.value, 1)
+    return Family(fits, {})
 
 
 def _fitted(rows: SplineRows, members: Collection[str], near: Family | None, sums: Mapping[str, Tensor]) -> Family:

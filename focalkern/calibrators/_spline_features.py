@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from focalkern._types import InputKind
 from focalkern.calibrators._row_source import RowSource
+from focalkern.calibrators._temperature_bound import succession_bound
 from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = [
@@ -129,21 +131,26 @@ def temperature_sums(source: RowSource, input_kind: str, betas: Tensor, floor: f
     return source.add_up(sums) / source.weight_sum
 
 
-def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, near: float | None = None) -> float:
+def robust_temperature(
+    source: RowSource, input_kind: InputKind, scale: float = 1.0, near: float | None = None, no_errors: bool = False
+) -> float:
     r"""The temperature of robust temperature scaling and of the features of spline scaling, finite on any rows.
 
     .. math::
         \min_T \overline{-\log\big((1 - e)\, \text{softmax}(z / T)_y + e / C\big)} + \frac{(\log T)^2}{2 W},
         \qquad e = \frac{0.1}{W + 1}
 
-    The floor bounds the loss of rows whose target has a probability of 0 or near 0. The second term, a normal prior on
-    log T with standard deviation 1, keeps T above 0 if every row is correct.
+    The floor bounds the loss of rows whose target has a probability of 0 or near 0. The second term is a normal prior
+    on log T with standard deviation 1.
 
     Args:
         source: the rows; W is the sum of their weights.
         input_kind: ``"logits"`` or ``"probs"``.
         scale: result of :func:`logit_scale`; T is found in this unit.
         near: T of nearly the same rows, at which the search starts in place of a grid.
+        no_errors: result of :func:`no_row_is_wrong`. If no row is wrong, the rows give no upper limit of the
+            confidence, and the prior alone permits an error rate far below 1 / N: then T is at least ``scale`` or, if
+            that is smaller, the result of :func:`succession_bound`.
 
     Returns:
         T, log(T / scale) within [-6, 6] and exact to 1e-8, with ``near`` to 1e-6.
@@ -170,10 +177,14 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
         losses = objective(grid, few)[0]
         start = grid[losses.index(min(losses))]
     done = _DONE if near is None else _DONE_NEAR
-    return scale * math.exp(_root(lambda log_t: objective([log_t], source)[1][0], start, step, done))
+    log_t = _root(lambda log_t: objective([log_t], source)[1][0], start, step, done)
+    temperature = scale * math.exp(log_t)
+    if no_errors and log_t < 0:
+        return succession_bound(source, 0.0, input_kind, (temperature, scale))
+    return temperature
 
 
-def fold_temperatures(folds: Sequence[RowSource], input_kind: str, near: float) -> list[float | None]:
+def fold_temperatures(folds: Sequence[RowSource], input_kind: InputKind, near: float) -> list[float | None]:
     """:func:`robust_temperature` of the rows outside of each fold, in the unit 1, from sums over the folds.
 
     The derivatives at five temperatures are those of all folds without those of the fold. T is the zero of the

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from focalkern._types import InputKind
 from focalkern.calibrators._row_source import BLOCK, MemoryRows, PartOf, RowSource, fold_by_fold
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_features import (
@@ -19,6 +20,7 @@ from focalkern.calibrators._spline_features import (
     robust_temperature,
     spread,
 )
+from focalkern.calibrators._temperature_bound import no_row_is_wrong
 from focalkern.fallback._spline_arguments import FEW_CLASSES
 from focalkern.ops.spline_sums import spline_sums_for
 
@@ -36,21 +38,25 @@ class SplineRows:
         masks: whether a logit of -inf means probability 0.
         spline: the knots.
         factor: factor for all penalties.
+        no_errors: whether no row is wrong. The rows then determine no curve: only T differs from the identity.
         kept: the rows with their features x and u, [2, n, C] float64, as input, so that the sums do not compute them
             again; None if the rows are not in memory on the CPU, fill more than a block, or have an impossible class.
     """
 
     source: RowSource
-    input_kind: str
+    input_kind: InputKind
     temperature: float
     floor: float
     masks: bool
     spline: NaturalSpline
     factor: float
+    no_errors: bool = False
     kept: MemoryRows | None = None
 
     @classmethod
-    def of(cls, source: RowSource, input_kind: str, penalty: float = 1.0, temperature: float | None = None) -> Self:
+    def of(
+        cls, source: RowSource, input_kind: InputKind, penalty: float = 1.0, temperature: float | None = None
+    ) -> Self:
         """The rows of ``source``; finds temperature, floor and knots.
 
         Args:
@@ -59,14 +65,14 @@ class SplineRows:
             temperature: result of :func:`robust_temperature`, if known.
         """
         floor = floor_of(source.weight_sum)
-        scale = logit_scale(source, input_kind)
+        scale, no_errors = logit_scale(source, input_kind), no_row_is_wrong(source)
         if temperature is None:
-            temperature = robust_temperature(source, input_kind, scale)
+            temperature = robust_temperature(source, input_kind, scale, no_errors=no_errors)
         # At the upper bound of T all x would be nearly equal, and the penalties would keep the map there.
         temperature = min(temperature, 2 * scale * max(1.0, spread(source, input_kind, scale)))
         spline = NaturalSpline(find_knots(histogram(source, input_kind, temperature, floor)))
         impossible = masks_zeros(source, input_kind)
-        rows = cls(source, input_kind, temperature, floor, impossible, spline, float(penalty))
+        rows = cls(source, input_kind, temperature, floor, impossible, spline, float(penalty), no_errors)
         return rows.on(source)
 
     @functools.cached_property

@@ -1,59 +1,96 @@
 """The lower bound of the temperature if the criterion falls all the way to T = 0."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from focalkern._checks import count_rows
 from focalkern._types import InputKind
+from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._search import TEMPERATURE_BOUNDS
 from focalkern.ops.calibration_map import focal_calibration_map
 
-__all__ = ["describe_bound", "justified_confidence", "succession_bound"]
+__all__ = [
+    "confidence_limit",
+    "describe_bound",
+    "justified_confidence",
+    "limit_warnings",
+    "no_row_is_wrong",
+    "succession_bound",
+]
 
-# Numbers per block that is converted to float64.
-_BLOCK = 1 << 22
 # Number of bisections: the bounds are 8 powers of ten apart, and this many halvings reach rounding.
 _HALVINGS = 60
+# Rows of the first look for a wrong one, and factor of each next look: most sets have a wrong row among the first.
+_FIRST_ROWS, _MORE_ROWS = 64, 16
+# Rows of batches with at most so many numbers are read once and kept for the bisections.
+_KEPT = 1 << 24
 
 
-def justified_confidence(n_rows: int, weight: Tensor | None) -> float:
+def justified_confidence(weight_sum: float) -> float:
     """(N + 1) / (N + 2): Laplace's estimate of the probability that the next row is correct after N of N correct rows.
 
     A row with weight 2 counts as two rows.
     """
-    n = float(n_rows) if weight is None else float(weight.sum())
-    return (n + 1) / (n + 2)
+    return (weight_sum + 1) / (weight_sum + 2)
 
 
-def succession_bound(input: Tensor, gamma: float, input_kind: InputKind, weight: Tensor | None = None) -> float:
+def no_row_is_wrong(source: RowSource) -> bool:
+    """Whether the target of every row has the largest input: then the NLL falls all the way to T = 0."""
+    wrong = torch.zeros(1, dtype=torch.float64)
+    for part in source.parts():
+        if _has_wrong_row(part.input, part.target):
+            wrong += 1
+            break
+    return float(source.add_up(wrong)) == 0
+
+
+def _has_wrong_row(input: Tensor, target: Tensor) -> bool:
+    begin, n = 0, _FIRST_ROWS
+    while begin < len(target):
+        block, labels = input[begin : begin + n], target[begin : begin + n]
+        if bool((block.gather(1, labels[:, None]) < block.amax(1, True)).any()):
+            return True
+        begin, n = begin + n, n * _MORE_ROWS
+    return False
+
+
+def succession_bound(
+    source: RowSource,
+    gamma: float,
+    input_kind: InputKind,
+    bounds: tuple[float, float] = TEMPERATURE_BOUNDS,
+) -> float:
     """The smallest T within the bounds at which the mean confidence is at most :func:`justified_confidence`.
 
     Rows with only one possible class have confidence 1 at every temperature and are left out.
 
     Args:
-        input: [N, C] of ``input_kind``.
+        source: the rows.
         gamma: gamma of the focal calibration map.
-        weight: [N] float64, weight of each row; None is 1.
+        input_kind: ``"logits"`` or ``"probs"``.
 
     Source: the rule of succession, Laplace 1774.
     """
-    ceiling = justified_confidence(len(input), weight)
+    ceiling = justified_confidence(source.weight_sum)
+    source = source.every(1) if source.n_rows * source.n_classes <= _KEPT else source
 
     def confidence(log_temperature: float) -> float:
-        total, rows = 0.0, 0.0
-        for block, share in _blocks(input, weight):
-            log_probs = focal_calibration_map(block, gamma, math.exp(log_temperature), input_kind=input_kind, log=True)
-            open_rows = share * ((log_probs > -math.inf).sum(-1) > 1)
-            total += float(log_probs.amax(-1).exp() @ open_rows)
-            rows += float(open_rows.sum())
+        sums = torch.zeros(2, dtype=torch.float64)
+        for part in source.parts():
+            for block in part.blocks():
+                log_probs = focal_calibration_map(
+                    block.input.to(torch.float64), gamma, math.exp(log_temperature), input_kind=input_kind, log=True
+                )
+                open_rows = block.weight * ((log_probs > -math.inf).sum(-1) > 1)
+                sums += torch.stack([log_probs.amax(-1).exp() @ open_rows, open_rows.sum()]).cpu()
+        total, rows = source.add_up(sums).tolist()
         return total / rows if rows else 0.0
 
-    low, high = (math.log(bound) for bound in TEMPERATURE_BOUNDS)
+    low, high = (math.log(bound) for bound in bounds)
     if confidence(low) <= ceiling:
-        return TEMPERATURE_BOUNDS[0]
+        return bounds[0]
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if not low < middle < high:
@@ -62,18 +99,26 @@ def succession_bound(input: Tensor, gamma: float, input_kind: InputKind, weight:
     return math.exp(high)
 
 
-def describe_bound(temperature: float, n_rows: int, weight: Tensor | None, why: str) -> str:
+def describe_bound(temperature: float, n_rows: int, weight_sum: float, why: str) -> str:
     """The sentence of ``at_border_`` for the temperature of :func:`succession_bound`."""
     if temperature == TEMPERATURE_BOUNDS[0]:
         return f"temperature = {temperature:g} is the lower bound of the search: {why}"
     return (
         f"temperature = {temperature:g} is the lower bound of the search on {count_rows(n_rows)}, with a mean "
-        f"confidence of at most {justified_confidence(n_rows, weight):.4g}: {why}"
+        f"confidence of at most {justified_confidence(weight_sum):.4g}: {why}"
     )
 
 
-def _blocks(input: Tensor, weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = max(1, _BLOCK // input.shape[1])
-    every = torch.ones(len(input), dtype=torch.float64, device=input.device) if weight is None else weight
-    for block, share in zip(input.split(rows), every.split(rows), strict=True):
-        yield block.to(torch.float64), share
+def confidence_limit(source: RowSource) -> float | None:
+    """:func:`justified_confidence` if no row is wrong, else None."""
+    return justified_confidence(source.weight_sum) if no_row_is_wrong(source) else None
+
+
+def limit_warnings(limit: float | None) -> list[str]:
+    """The warning of a fit to rows with a :func:`confidence_limit`."""
+    if limit is None:
+        return []
+    return [
+        f"no row of fit is wrong, so fit raises the mean confidence to {limit:.4g} at most (fit on more rows, some of "
+        "them wrong)"
+    ]

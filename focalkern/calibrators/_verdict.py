@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass
 
 from focalkern._types import LOSS_NAMES
-from focalkern.calibrators._selection import CandidateScore, CrossValidation
+from focalkern.calibrators._selection import NO_ERRORS, CandidateScore, CrossValidation
 
 __all__ = ["Verdict", "cross_validation_warnings", "describe_evidence", "describe_method", "sentence"]
 
@@ -174,6 +174,11 @@ def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
     elif cross_validation.folds > 0 and cross_validation.chosen != cross_validation.best and math.isfinite(winner.loss):
         best = cross_validation.entries[cross_validation.best]
         warnings.append(f"{rows} validation rows are too few to tell {_name(winner)} from {_name(best)}")
+    if cross_validation.chosen == 0 and any(entry.excluded == NO_ERRORS for entry in cross_validation.entries):
+        warnings.append(
+            "no validation row is wrong, so these rows cannot show that the confidence is too high (validate on more "
+            "rows)"
+        )
     mean, error = cross_validation.brier
     if mean > 2 * error:
         warnings.append(
