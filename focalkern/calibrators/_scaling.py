@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import MOST_BINS, flag, integer, short
-from focalkern._types import CRITERIA, PROPER, Criterion, Estimator, InputKind, Proper
+from focalkern._types import CRITERIA, LOSS_NAMES, PROPER, Criterion, Estimator, InputKind, Proper
 from focalkern.calibrators._base import FusedCalibrator
 from focalkern.calibrators._document import as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
@@ -17,6 +17,7 @@ from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
 from focalkern.calibrators._newton_search import check_finite_nll
 from focalkern.calibrators._parameters import as_numbers, kept_axis
+from focalkern.calibrators._row_source import rows_of
 from focalkern.calibrators._search import (
     WIDENINGS,
     Search,
@@ -28,6 +29,7 @@ from focalkern.calibrators._search import (
     search_line,
     search_refine,
 )
+from focalkern.calibrators._temperature_bound import justified_confidence, no_row_is_wrong, succession_bound
 from focalkern.calibrators._warnings import worse_than_uncalibrated
 from focalkern.calibrators._weighted import weighted_grid
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
@@ -191,7 +193,7 @@ class Scaling(FusedCalibrator):
         raise NotImplementedError
 
     def _fit_warnings(self, rows: FitData) -> list[str]:
-        warnings = []
+        warnings, limits = [], self._limit_warnings(rows)
         if self.at_border_:
             if self.search_ in PROPER and self.at_border_[-1].startswith("temperature"):
                 remedy = "fit on rows with some wrong predictions and an accuracy above chance"
@@ -201,7 +203,8 @@ class Scaling(FusedCalibrator):
                 remedy = "no search goes beyond this bound; try criterion='nll'"
             else:
                 remedy = "widen=True extends the search"
-            warnings.append(f"{', and '.join(self.at_border_)} ({remedy})")
+            warnings.append(", and ".join(self.at_border_) + ("" if limits else f" ({remedy})"))
+        warnings += limits
         if self.search_ == "nll" and math.isfinite(self.best_value_):
             return warnings  # no NLL is infinite, and none is worse than without calibration
         if self.search_ in PROPER:
@@ -212,6 +215,20 @@ class Scaling(FusedCalibrator):
             by, remedy = [self.criterion_], "include gamma = 0 and temperature = 1 in the search"
         worse = worse_than_uncalibrated(rows, self._log_probs, by=by, input_kind=self.input_kind, remedy=remedy)
         return [*warnings, *worse]
+
+    def _limit_warnings(self, rows: FitData) -> list[str]:
+        """A warning if no row is wrong and a grid has gone below the T at which the search by NLL stops."""
+        source = rows_of(rows)
+        if self.search_ in PROPER or not no_row_is_wrong(source):
+            return []
+        bound = succession_bound(source, self.gamma_, self.input_kind)
+        if self.temperature_ >= bound:
+            return []
+        return [
+            f"no row of fit is wrong, so the {LOSS_NAMES.get(self.criterion_, 'ECE')} gives no upper limit of the "
+            f"confidence: temperature = {self.temperature_:.4g} is below {bound:.4g}, where the mean confidence is "
+            f"{justified_confidence(source.weight_sum):.4g} (criterion='nll' without temperatures stops there)"
+        ]
 
     def _log_probs(self, input: Tensor) -> Tensor:
         return self._apply(input, log=True)

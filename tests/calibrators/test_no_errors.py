@@ -124,3 +124,24 @@ def test_the_selection_prefers_what_the_rows_can_show():
         assert said == (chosen == "none")
     alone = fk.AutoCalibrator(candidates=["spline"]).fit_quietly(*noisy(100, 0, 2.0, noise=0.0))
     assert alone.chosen_ == "spline"
+
+
+@pytest.mark.parametrize("criterion", ["ece", "nll", "brier"])
+@pytest.mark.parametrize("widen", [False, True])
+@pytest.mark.parametrize("method", [fk.TemperatureScaling, fk.FocalTemperatureScaling])
+def test_a_grid_that_goes_below_the_bound_warns(method, criterion, widen):
+    logits, target = all_right(100)
+    fitted = method(criterion=criterion, search="grid", widen=widen).fit_quietly(logits, target)
+    *border, words = fitted.warnings_
+    assert len(border) == bool(fitted.at_border_) and not any("widen" in one for one in border)
+    name = {"ece": "ECE", "nll": "NLL", "brier": "Brier score"}[criterion]
+    assert words.startswith(
+        f"no row of fit is wrong, so the {name} gives no upper limit of the confidence: temperature"
+    )
+    assert "where the mean confidence is 0.9902 (criterion='nll' without temperatures stops there)" in words
+    # A grid that ends above this temperature needs only its own remedy, and rows with an error give no such warning.
+    (words,) = method(temperatures=[1.0, 2.0]).fit_quietly(logits, target).warnings_
+    assert words.endswith("temperature = 1 is the smallest that was searched (widen=True extends the search)")
+    target[0] = logits[0].argmin(-1)
+    fitted.fit_quietly(logits, target)
+    assert not any("no row" in one for one in fitted.warnings_)
