@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from focalkern.files.paths import NamedFiles
+from focalkern.files.paths import NamedFiles, suffix_of
 from focalkern.study import python_lines
 
 __all__ = ["next_commands", "print_next", "saved_calibrator"]
@@ -28,7 +28,8 @@ def next_commands(arguments: argparse.Namespace) -> list[str]:
     given = arguments.input if arguments.test is None else arguments.test
     names = list(given.names) if isinstance(given, NamedFiles) else [given]
     words = ["focalkern", "apply", str(saved), *(names if len(names) <= _MOST_NAMES else ["FILE"])]
-    for option in ("input_kind", "logits_key"):
+    in_table = suffix_of(names[0]) in (".csv", ".parquet", ".feather")
+    for option in ("input_kind", "logits_key", *(("labels_key",) if in_table else ())):
         if getattr(arguments, option) is not None:
             words += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
     return [shlex.join([*words, "--out", "probs.npz"]), shlex.join(["focalkern", "card", str(saved)])]

@@ -49,6 +49,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--logits-key", metavar="NAME", help="name of the array of logits; in tables, a pattern for the columns: 'p_*'"
     )
+    parser.add_argument(
+        "--labels-key", metavar="NAME", help="in tables, the column of labels (default: label, labels or target)"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -64,6 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.out,
         input_kind=arguments.input_kind,
         logits_key=arguments.logits_key,
+        labels_key=arguments.labels_key,
     )
     for name, (n, classes, *pixels) in written.items():
         what = f"{n} images {pixels}" if pixels else count_rows(n)

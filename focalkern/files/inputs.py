@@ -63,6 +63,8 @@ def open_unlabelled(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    *,
+    labels_key: str | None = None,
 ) -> dict[str, UnlabelledRows]:
     """The sets of one or several files, by the prefix of the array's name.
 
@@ -76,11 +78,13 @@ def open_unlabelled(
             logits.
         logits_key: the name of the array; for tables, a pattern for the columns of the classes.
         storage_options: options of the file system of URLs.
+        labels_key: the column of labels of a table; None is ``label``, ``labels`` or ``target``.
 
     Raises:
         InputError: any problem with the files.
     """
-    path = check_options("open_unlabelled", input_kind, path, storage_options, logits_key=logits_key)
+    keys = {"logits_key": logits_key, "labels_key": labels_key}
+    path = check_options("open_unlabelled", input_kind, path, storage_options, **keys)
     path = located(path, storage_options)
     names = matches(path)
     suffix = suffix_of(names[0])
@@ -93,7 +97,7 @@ def open_unlabelled(
     sets: dict[str, list[Shard]] = {}
     table = OtherColumns()
     if suffix in (".csv", ".parquet", ".feather"):
-        kind, values, table = read_unlabelled(path, names, logits_key, input_kind)
+        kind, values, table = read_unlabelled(path, names, logits_key, input_kind, labels_key)
         sets[""] = [_part(rows_of_tensor(path, kind, torch.from_numpy(values)), kind, "the columns")]
         names = []
     for name in names:

@@ -48,8 +48,7 @@ def from_frame(
         logits_key: a pattern with ``*`` and ``?`` for the columns of the classes: ``"p_*"``. None is all columns except
             the labels; a column that is not a class (an index, an id, a prediction) is then an error.
         labels_key: the column of the labels; None is ``label``, ``labels`` or ``target``. Labels are class numbers,
-        also
-            as floats, or the names of the columns. Any other names are the classes in alphabetical order, and all
+            also as floats, or the names of the columns. Any other names are the classes in alphabetical order, and all
             classes must occur.
         input_kind: ``"logits"`` or ``"probs"``; None infers it from the prefix of the columns, else logits.
         ignore_index: label of ignored rows.
@@ -148,9 +147,13 @@ class OtherColumns:
 
 
 def read_unlabelled(
-    source: str, files: Sequence[str], logits_key: str | None, input_kind: InputKind | None
+    source: str,
+    files: Sequence[str],
+    logits_key: str | None,
+    input_kind: InputKind | None,
+    labels_key: str | None = None,
 ) -> tuple[InputKind, np.ndarray[Any, Any], OtherColumns]:
-    """Kind and values [N, C] of the classes, and all other columns (including labels) unchanged."""
+    """Kind and values [N, C] of the classes, and all other columns (including labels, if any) unchanged."""
     is_text = suffix_of(files[0]) == ".csv"
     if is_text:
         text = read_text_table(files[0])
@@ -158,11 +161,12 @@ def read_unlabelled(
     else:
         frame = arrow_table(source, files)
         names = [str(name) for name in frame.column_names]
-    kept = [place for place, name in enumerate(names) if name.strip().lower() not in _LABEL_COLUMNS]
+    kept = [place for place, name in enumerate(names) if not _is_label(name, labels_key)]
     try:
         found = class_columns([names[place] for place in kept], logits_key)
     except ColumnsError as error:
-        raise _columns_error(source, error, Hint("logits_key", "PATTERN")) from error
+        hint = Hint("logits_key", f"'{_class_pattern(names)}'")
+        raise _columns_error(source, error, *(() if logits_key is not None else (hint,))) from error
     classes = [kept[place] for place in found.places]
     others = [place for place in range(len(names)) if place not in set(classes)]
     if is_text:
@@ -183,6 +187,17 @@ def read_unlabelled(
         found.numbers is not None,
     )
     return input_kind or found.kind or "logits", values, rest
+
+
+def _is_label(name: str, labels_key: str | None) -> bool:
+    return name == labels_key if labels_key is not None else name.strip().lower() in _LABEL_COLUMNS
+
+
+def _class_pattern(names: Sequence[str]) -> str:
+    """A pattern for the columns of the classes, or the word PATTERN."""
+    numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
+    prefix = max(numbered, key=numbered.count, default="")
+    return f"{prefix}*" if prefix else "[0-9]*" if numbered else "PATTERN"
 
 
 def _columns_error(source: str, error: ColumnsError, *hint: Hint) -> InputError:
@@ -246,11 +261,7 @@ class _Table:
         labels_key: str | None,
     ) -> None:
         self.source = source
-        places = [
-            place
-            for place, name in enumerate(names)
-            if (name == labels_key if labels_key is not None else name.strip().lower() in _LABEL_COLUMNS)
-        ]
+        places = [place for place, name in enumerate(names) if _is_label(name, labels_key)]
         if len(places) != 1:
             called = labels_key if labels_key is not None else "label, labels or target"
             shown = (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "an empty file"
@@ -273,10 +284,7 @@ class _Table:
 
     def _hint(self, names: Sequence[str]) -> tuple[Hint, Hint]:
         """The hint that names the columns of the classes."""
-        numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
-        prefix = max(numbered, key=numbered.count, default="")
-        pattern = f"{prefix}*" if prefix else "[0-9]*" if numbered else "PATTERN"
-        return Hint("logits_key", f"'{pattern}'"), Hint("labels_key", self.label_name)
+        return Hint("logits_key", f"'{_class_pattern(names)}'"), Hint("labels_key", self.label_name)
 
     def check_values(self, columns: Sequence[np.ndarray[Any, Any]]) -> None:
         """Raises if a named column holds an index or predicted classes, unlike the other columns."""

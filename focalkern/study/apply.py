@@ -35,6 +35,7 @@ def apply_calibrator(
     *,
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
+    labels_key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Writes the calibrated probabilities of the rows of ``source``. Labels are not read.
@@ -53,6 +54,8 @@ def apply_calibrator(
             table, else float32. An existing file is replaced only when the new one is complete.
         input_kind: ``"logits"`` or ``"probs"``, the content of ``source``; None infers it from names.
         logits_key: name of the array of logits, or a pattern for the columns of the classes.
+        labels_key: the column of labels of a table, which is no class and is kept; None is ``label``, ``labels`` or
+            ``target``. The table may lack it.
         storage_options: options of the fsspec file system of URLs.
 
     Returns:
@@ -71,7 +74,7 @@ def apply_calibrator(
         {'probs': (30, 3)}
     """
     target = Path(path_text("apply_calibrator", "out", out))
-    source = check_options("apply_calibrator", input_kind, source, logits_key=logits_key)
+    source = check_options("apply_calibrator", input_kind, source, logits_key=logits_key, labels_key=labels_key)
     suffix = target.suffix.lower()
     if suffix not in OUTPUTS:
         raise InputError(f"{out}: expected a name that ends in {', '.join(OUTPUTS)}, found {suffix or 'no suffix'!r}")
@@ -79,7 +82,7 @@ def apply_calibrator(
     fitted = calibrator if isinstance(calibrator, Calibrator) else load_calibrator(calibrator)
     if fitted is not calibrator:  # the kind of the rows is checked here
         fitted._look_at_next(False)
-    sets = open_unlabelled(source, input_kind, logits_key, storage_options)
+    sets = open_unlabelled(source, input_kind, logits_key, storage_options, labels_key=labels_key)
     for rows in sets.values():
         check_fits(where, fitted, rows, rows.table.names)
     if suffix in (".npy", *_TABLES) and len(sets) > 1:

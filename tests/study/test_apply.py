@@ -153,6 +153,27 @@ def test_several_sets_and_labels_that_are_there(folder):
     assert torch.equal(written("p.csv")["probs"], expected(LOGITS))
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_column_of_labels_with_another_name(folder, run, named):
+    """The next command that calibrate prints reads the table of calibrate."""
+    labels = NAMES if named else range(4)
+    lines = [",".join([*map(str, row), str(labels[place % 4])]) for place, row in enumerate(LOGITS.tolist())]
+    (folder / "species.csv").write_text("\n".join([",".join([*NAMES, "species"]), *lines]))
+    code, out, err = run("calibrate", "species.csv", "--labels-key", "species", "--bootstrap", "0", "--out", "s.json")
+    assert code == 0, err
+    (command,) = [line.split() for line in out.splitlines() if line.startswith("  focalkern apply ")]
+    assert command[-4:] == ["--labels-key", "species", "--out", "probs.npz"]
+    code, out, err = run(*command[1:])
+    assert (code, err) == (0, "")
+    expected = fk.load_calibrator("s.json").predict_proba(LOGITS)
+    assert torch.equal(written("probs.npz")["probs"], expected)
+    assert run("apply", "s.json", "species.csv", "--labels-key", "species", "--out", "p.csv")[0] == 0
+    with open("p.csv") as stream:
+        assert stream.readline().strip() == "prob_ant,prob_bee,prob_cat,prob_dog,species"
+    code, _, err = run("apply", "s.json", "species.csv", "--out", "p.csv")
+    assert code == 2 and "species" in err
+
+
 def test_shards_in_the_order_of_their_numbers_without_quotes(folder, run):
     for part, rows in enumerate(np.array_split(np.arange(50), 12)):
         np.save(f"x_logits-{part}.npy", LOGITS[rows].half().numpy())
