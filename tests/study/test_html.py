@@ -202,8 +202,8 @@ def test_a_page_where_nothing_was_chosen(tmp_path, capsys):
 def rendered(title, words):
     table = html.Table([words], [[f"{words}\n{words}"]], words, 0)
     sections = {"use": words, "failed": words}
-    values = {"sections": sections, "tables": {"use": table}, "failed": [words], "n_networks": 1, "loss": words}
-    values["with_ece"] = True
+    values = {"sections": sections, "tables": {"use": table}, "failed": [words], "networks": "1 network", "loss": words}
+    values |= {"with_ece": True, "folded": {}}
     return Page(html.render_page("sweep.html.j2", title=title, **values))
 
 

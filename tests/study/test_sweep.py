@@ -134,6 +134,18 @@ def test_a_known_result_is_of_the_same_contents(files, tmp_path):
     assert figures("logits.npy", labels=tmp_path / "named.npy") == (before[0], [True])
 
 
+def test_the_page_of_many_networks_begins_with_their_means(tmp_path):
+    figures = {method: {"nll": 0.5, "brier": 0.3, "ece_equal_width": 0.1} for method in METHODS[:4]}
+    record = {"error": None, "criterion": "nll", "use": "no calibration", "figures": figures}
+    records = [{**record, "path": f"n{place}.npz"} for place in range(21)]
+    for n, is_folded in ((1, False), (20, False), (21, True)):
+        page = Sweep.from_records(records[:n]).to_html().decode()
+        assert page.count("<details>") == (4 if is_folded else 0)
+        assert ("1 network;" if n == 1 else f"{n} networks;") in page
+        assert (page.index("mean rank") < page.index(">n0<", page.index("NLL</h2>"))) == is_folded
+        assert page.count(">n0<") == 4 and page.count("mean rank") == 3
+
+
 def test_sets_of_other_classes_are_refused(tmp_path):
     rng = np.random.default_rng(0)
     np.savez(

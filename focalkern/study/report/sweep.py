@@ -28,6 +28,8 @@ _USUAL = METHODS[:4]
 SCORES = {**LOSS_NAMES, "ece_equal_width": "ECE (equal_width)"}
 
 
+_MOST_UNFOLDED = 20  # largest number of networks whose rows a page shows at once
+
 _SIZES = ("classes", "validation_rows", "test_rows")
 _COLUMNS = [
     "network",
@@ -328,25 +330,33 @@ class Sweep:
             yield [names[path], path, None, None, None, None, None, *(None for _ in SCORES), error]
 
     def to_html(self) -> bytes:
-        """The tables as a self-contained page.
+        """The tables as a self-contained page. With more than twenty networks their rows are folded.
 
         Returns:
             HTML, in UTF-8.
         """
+        n = len(self.networks)
         verdicts = [[network["name"], html.typeset(network["use"])] for network in self.networks]
-        tables = {"use": html.Table(["network", "verdict"], verdicts, text=True)}
+        folded = {"use": html.Table(["network", "verdict"], verdicts, text=True)}
+        tables = {}
         for score, heading in SCORES.items():
-            caption = f"{heading} on test rows; lower is better."
-            tables[score] = html.Table(["network", *self.methods], self.table(score), caption)
+            rows, head = self.table(score), ["network", *self.methods]
+            tables[score] = html.Table(["", *self.methods], rows[n:], f"{heading} on test rows; lower is better.")
+            folded[score] = html.Table(head, rows[:n], f"{heading} of every network.")
+            if n <= _MOST_UNFOLDED:
+                tables[score] = html.Table(head, rows, tables[score].caption)
+        if n <= _MOST_UNFOLDED:
+            tables, folded = {"use": folded["use"], **tables}, {}
         sections = {"use": "Recommendations", **SCORES, **({"failed": "Failed files"} if self.failed else {})}
         return html.render_page(
             "sweep.html.j2",
             title="Sweep",
             sections=sections,
-            n_networks=len(self.networks),
+            networks=f"{n:,} network{'s' * (n != 1)}",
             with_ece=self.methods != _USUAL,
             loss=LOSS_NAMES[self.criterion],
             tables=tables,
+            folded=folded,
             failed=[f"{name}: {reason}" for name, reason in self.failed.items()],
         )
 
