@@ -7,7 +7,7 @@ from focalkern._checks import short
 from focalkern.calibrators import SplineScaling
 from focalkern.calibrators._spline_shown import shown_curve
 from focalkern.ops.calibration_map import binary_focal_calibration_map
-from focalkern.plots._figure import BLUE, GREY, INK, PALE_BLUE, check_title, new_figure, plain_axes
+from focalkern.plots._figure import BLUE, GREY, INK, PALE_BLUE, check_title, new_figure, plain_axes, set_heading
 
 __all__ = ["calibration_curve"]
 
@@ -66,6 +66,5 @@ def calibration_curve(calibrator: SplineScaling, *, title: str | None = None) ->
     axes.set_ylabel("calibrated confidence")
     plain_axes(axes)
     axes.legend(frameon=False, fontsize=9, loc="upper left")
-    if title:
-        figure.suptitle(title, fontsize=12)
+    set_heading(figure, title)
     return figure

@@ -1,6 +1,7 @@
 """Figures, colours, axes and argument checks shared by all plots."""
 
 import io
+import textwrap
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,6 +24,8 @@ __all__ = [
     "checked_level",
     "new_figure",
     "plain_axes",
+    "set_heading",
+    "wrapped",
 ]
 
 BLUE, VERMILION, GREY, INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"
@@ -48,6 +51,17 @@ def new_figure(width: float, height: float) -> Figure:
     figure = _Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def wrapped(text: str, inches: float, points: float) -> str:
+    """The text with line breaks, so that it is about as wide as ``inches`` at most."""
+    letters = max(8, int(72 * inches / (0.61 * points)))  # the mean width of a letter, as a fraction of the size
+    return "\n".join(textwrap.fill(line, letters) for line in text.split("\n"))
+
+
+def set_heading(figure: Figure, title: str | None) -> None:
+    if title:
+        figure.suptitle(wrapped(title, figure.get_figwidth() - 0.2, 12), fontsize=12)
 
 
 def plain_axes(axes: Any, *, frame: bool = False) -> None:

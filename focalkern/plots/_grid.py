@@ -16,7 +16,7 @@ from focalkern._arrays import with_tensors
 from focalkern._checks import finite, one_of, short
 from focalkern._types import LOSS_NAMES
 from focalkern.ops.calibration_grid import CalibrationGrid
-from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, plain_axes
+from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, plain_axes, wrapped
 
 __all__ = ["Ridge", "colour_range", "fit_ridge", "grid_heatmap", "ridge_diagram"]
 
@@ -201,7 +201,7 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
     axes.set_axisbelow(True)
     # One legend entry per line: side by side they would be wider than the figure.
     figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=8.5)
-    axes.set_title(title or "Best temperature of each gamma", fontsize=12)
+    axes.set_title(wrapped(title or "Best temperature of each gamma", 0.8 * figure.get_figwidth(), 12), fontsize=12)
     return figure
 
 
@@ -346,7 +346,8 @@ def grid_heatmap(
     bar.ax.tick_params(labelsize=8.5)
     bar.set_label(f"{_criterion_name(grid, criterion)}, logarithmic", fontsize=9)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    axes.set_title(title or f"{_criterion_name(grid, criterion)} over gamma and T", fontsize=12)
+    heading = title or f"{_criterion_name(grid, criterion)} over gamma and T"
+    axes.set_title(wrapped(heading, 0.7 * figure.get_figwidth(), 12), fontsize=12)
     return figure
 
 

@@ -23,6 +23,8 @@ from focalkern.plots._figure import (
     checked_level,
     new_figure,
     plain_axes,
+    set_heading,
+    wrapped,
 )
 
 __all__ = ["reliability_diagram"]
@@ -88,7 +90,7 @@ def reliability_diagram(
         top, bottom = axes[2 * row : 2 * row + 2, column]
         bands = None if level is None else reliability_bands(one, level=level)
         # An empty line above the panels of a lower row.
-        _reliability_panel(top, bottom, one, bands, "\n" * (row > 0) + name, first=column == 0)
+        _reliability_panel(top, bottom, one, bands, "\n" * (row > 0) + wrapped(name, 3.4, 10.5), first=column == 0)
         bottom.set_ylim(0, tallest * 1.22)
     for index in range(len(panels), across * down):
         row, column = divmod(index, across)
@@ -131,8 +133,7 @@ def reliability_diagram(
         frameon=False,
         fontsize=9,
     )
-    if title:
-        figure.suptitle(title, fontsize=12)
+    set_heading(figure, title)
     return figure
 
 
@@ -217,7 +218,7 @@ def _reliability_panel(
     lines = [
         f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}, {bins.n_bins} bins)",
         means,
-        f"{bins.n_samples:,} samples; {_largest_gap(gap, count)}",
+        f"{bins.n_samples:,} sample{'s' * (bins.n_samples != 1)}; {_largest_gap(gap, count)}",
     ]
     top.text(
         0.5,

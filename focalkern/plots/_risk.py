@@ -9,7 +9,7 @@ from focalkern._arrays import with_tensors
 from focalkern._checks import short
 from focalkern.metrics import AcceptThreshold, RiskCoverage
 from focalkern.metrics._risk import threshold_digits
-from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, plain_axes
+from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, plain_axes, set_heading
 
 __all__ = ["risk_coverage"]
 
@@ -79,6 +79,5 @@ def risk_coverage(
     plain_axes(axes)
     if len(named) > 1 or accept is not None or "" not in named:
         axes.legend(frameon=False, fontsize=9, loc="upper left")
-    if title:
-        figure.suptitle(title, fontsize=12)
+    set_heading(figure, title)
     return figure

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from focalkern._checks import short
 from focalkern.losses import AdaFocalRecord
-from focalkern.plots._figure import INK, check_title, new_figure, plain_axes
+from focalkern.plots._figure import INK, check_title, new_figure, plain_axes, wrapped
 
 __all__ = ["adafocal_history"]
 
@@ -78,5 +78,6 @@ def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = N
     bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.tick_params(labelsize=8.5)
     bar.set_label("bin, by confidence", fontsize=9)
-    above.set_title(title or "AdaFocal in validation, bin by bin", fontsize=12)
+    heading = title or "AdaFocal in validation, bin by bin"
+    above.set_title(wrapped(heading, 0.8 * figure.get_figwidth(), 12), fontsize=12)
     return figure

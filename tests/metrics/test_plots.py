@@ -64,6 +64,24 @@ def test_a_diagram_shows_the_figures_of_its_bins(estimator):
     assert "perfect calibration" in written
 
 
+def test_long_headings_stay_within_the_figure():
+    long = "vit_large_patch16_224.augreg_in21k_ft_in1k on ImageNet, with a name that goes on and on"
+    confidence = torch.linspace(0.1, 1, 50)
+    curve = metrics.risk_coverage(confidence=confidence, correct=confidence > 0.5)
+    for figure in (
+        plots.reliability_diagram(some_bins(), title=long),
+        plots.reliability_diagram({long: some_bins(), f"{long}!": some_bins(), "third": some_bins()}, title=long),
+        plots.risk_coverage(curve, title=long),
+        plots.grid_heatmap(some_grid(TABLE), title=long),
+        plots.ridge_diagram(some_grid(TABLE), title=long),
+    ):
+        figure.canvas.draw()
+        headings = [text for text in (figure._suptitle, *(axes.title for axes in figure.axes)) if text is not None]
+        boxes = [text.get_window_extent() for text in headings if "vit" in text.get_text()]
+        assert boxes and all(0 <= box.x0 < box.x1 <= figure.bbox.x1 for box in boxes)
+        assert not any(one.overlaps(other) for one in boxes for other in boxes if one is not other)
+
+
 def test_the_bars_are_the_accuracies_at_the_bins():
     bins = some_bins(n_bins=5)
     figure = plots.reliability_diagram(bins)
