@@ -22,6 +22,7 @@ __all__ = [
     "pair_problems",
     "refuse_probs",
     "remedy_for_sum",
+    "repeated_rows",
     "sampled_parts",
 ]
 
@@ -35,6 +36,8 @@ _CERTAIN = 5.0
 _BLOCK = 1 << 22
 # Rows that are tested first: most sets are told apart by them.
 _FIRST = 64
+# Fewer rows in common, or copies, are chance.
+_FEWEST_SHARED, _SHARED = 5, 0.05
 # The sample of a large set: at most this many rows and numbers, in blocks, because a shift of the labels shows only in
 # neighbouring rows.
 _SAMPLED_ROWS, _SAMPLED_NUMBERS, _SAMPLED_BLOCKS = 1 << 16, 1 << 21, 16
@@ -152,7 +155,7 @@ def pair_problems(input: Tensor, labels: Tensor, other: Tensor, other_labels: Te
     if len(np.unique(two)) < 0.9 * len(two) or len(np.unique(one)) < 0.9 * len(one):
         return []
     shared = int(np.isin(two, one).sum())
-    if shared < 5 or shared < 0.05 * len(two):
+    if shared < max(_FEWEST_SHARED, _SHARED * len(two)):
         return []
     return [
         f"{shared:,} of the {len(other):,} test rows are also validation rows, with the same label, so the metrics are "
@@ -287,6 +290,30 @@ def _are_log_probabilities(input: Tensor) -> bool:
         if not bool(((rows <= slack).all(-1) & (rows.logsumexp(-1).abs() <= slack)).all()):
             return False
     return True
+
+
+def repeated_rows(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any] | None:
+    """[N] int64: the number of each row among the distinct rows with their labels, if many rows are copies; else None.
+
+    Many are 5 % of the rows. The outputs of a tree have few distinct rows that are no copies: then rows with equal
+    logits have different labels, or one output is most frequent. Then the result is None.
+
+    Args:
+        input: [N, C] floating point.
+        labels: [N] int64.
+    """
+    n_rows = len(labels)
+    least = max(_FEWEST_SHARED, _SHARED * n_rows)
+    column = input[:, 0].sort().values
+    if n_rows < 2 or int((column[1:] == column[:-1]).sum()) < least:  # copies agree in every column
+        return None
+    hashes = _hashes(input, labels * 0)
+    distinct, number, counts = np.unique(_hashes(input, labels), return_inverse=True, return_counts=True)
+    n_copies = n_rows - len(distinct)
+    other_labels = len(distinct) - len(np.unique(hashes))
+    if n_copies < least or other_labels > 0.01 * n_copies or counts.max() > 0.1 * n_rows:
+        return None
+    return number.reshape(-1)
 
 
 def _hashes(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any]:

@@ -25,6 +25,7 @@ from focalkern.calibrators._spline_features import as_scores
 from focalkern.calibrators._verdict import (
     Verdict,
     cross_validation_warnings,
+    describe_copies,
     describe_evidence,
     describe_method,
     describe_predictions,
@@ -52,7 +53,8 @@ class AutoCalibrator(FitsBatches):
     Args:
         candidates: as :func:`focalkern.compare_calibrators`.
         criterion: ``"nll"`` or ``"brier"``, by which the candidates are fitted and compared.
-        folds: number of folds of the cross-validation, at least 2. The rows are divided at random.
+        folds: number of folds of the cross-validation, at least 2. The rows are divided at random, copies of a row
+            together: ``fit`` warns if many rows are copies (``fit_batches`` does not look for them).
         seed: random seed of the folds.
         input_kind: ``"logits"`` or ``"probs"``. Without it ``fit`` expects logits, and raises an error if they look
             like probabilities.
@@ -88,6 +90,8 @@ class AutoCalibrator(FitsBatches):
     calibrator_: Any
     table_: list[dict[str, Any]]
     verdict_: Verdict
+
+    _about_rows: tuple[str, ...] = ()  # warnings of the cross-validation about the rows
 
     def __init__(
         self,
@@ -205,6 +209,7 @@ class AutoCalibrator(FitsBatches):
             "chosen_": winner.name,
             "calibrator_": winner.calibrator,
             "table_": cross_validation.table(),
+            "_about_rows": tuple(describe_copies(cross_validation)),
             "verdict_": Verdict(
                 use,
                 describe_evidence(cross_validation),
@@ -217,7 +222,8 @@ class AutoCalibrator(FitsBatches):
         return list(dict.fromkeys([*few_by_weight(rows), *super()._fit_warnings(rows)]))
 
     def _warnings_of(self, class_counts: Tensor) -> tuple[str, ...]:
-        return self.calibrator_.warnings_ if isinstance(self.calibrator_, Calibrator) else ()
+        chosen = self.calibrator_.warnings_ if isinstance(self.calibrator_, Calibrator) else ()
+        return (*self._about_rows, *chosen)
 
     def _invalid_rows_are(self) -> Literal["rejected"] | None:
         return "rejected" if isinstance(self.calibrator_, Calibrator) else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focalkern._diagnostics import repeated_rows
 from focalkern._types import InputKind, Proper
 from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
@@ -56,7 +57,7 @@ def cross_validate(
     weight: Tensor | None = None,
     only_chosen: bool = False,
 ) -> CrossValidation:
-    """Cross-validate the candidates on samples in memory.
+    """Cross-validate the candidates on samples in memory. If many rows are copies, a fold has all or none of them.
 
     Args:
         input: [N, C].
@@ -66,8 +67,12 @@ def cross_validate(
         only_chosen: leave out the calibrators of spline scalings that are not chosen.
     """
     rows, device = len(labels), input.device
-    folds = min(folds, rows)
-    fold = folds_of_all(rows, folds, seed)
+    number, n_distinct = repeated_rows(input, labels), rows
+    if number is not None:
+        n_distinct = int(number.max()) + 1
+    folds = min(folds, n_distinct)
+    fold = folds_of_all(n_distinct, folds, seed)
+    fold = fold if number is None else fold[torch.from_numpy(number)]
     folds = folds if folds > 1 else 0
     on_device = fold.to(device)
     source = rows_of(FitData(input, labels, weight))
@@ -129,7 +134,8 @@ def cross_validate(
     )
     difference = (losses[decided.chosen] - losses[0])[1:]
     pairs = weighted_pairs(difference, torch.ones(rows, dtype=torch.float64) if weight is None else weight.cpu())
-    return replace(decided, entries=finished, brier=pairs(0, None) if folds else decided.brier)
+    brier = pairs(0, None) if folds else decided.brier
+    return replace(decided, entries=finished, brier=brier, n_copies=rows - n_distinct)
 
 
 def _without_calibration(

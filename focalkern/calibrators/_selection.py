@@ -60,6 +60,7 @@ class CrossValidation:
         left_out: names of candidates that could not be cross-validated, with the reason.
         brier: the mean paired difference in Brier score between the choice and no calibration, and its standard error;
             NaN if they were not compared.
+        n_copies: number of rows that are copies of others, if they are many. The folds keep equal rows together.
     """
 
     criterion: Proper
@@ -70,6 +71,7 @@ class CrossValidation:
     n_samples: int
     left_out: tuple[str, ...] = ()
     brier: tuple[float, float] = (math.nan, math.nan)
+    n_copies: int = 0
 
     @property
     def winner(self) -> CandidateScore:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators._selection import NO_ERRORS, CandidateScore, CrossValidation
 
-__all__ = ["Verdict", "cross_validation_warnings", "describe_evidence", "describe_method", "sentence"]
+__all__ = [
+    "Verdict",
+    "cross_validation_warnings",
+    "describe_copies",
+    "describe_evidence",
+    "describe_method",
+    "sentence",
+]
 
 _METHODS = {
     "none": "no calibration",
@@ -158,12 +165,23 @@ def describe_predictions(changed: int, rows: int, accuracies: tuple[float, float
     return f"{changed:,} of {rows:,} predictions change{effect}, none with keep_predictions."
 
 
+def describe_copies(cross_validation: CrossValidation) -> list[str]:
+    """A warning if many rows are copies of others."""
+    copies, rows = cross_validation.n_copies, cross_validation.n_samples
+    if not copies:
+        return []
+    return [
+        f"{copies:,} of the {rows:,} validation rows are copies of others: the folds keep equal rows together, but the "
+        "fits and the standard errors count every copy (drop the copies)"
+    ]
+
+
 def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
     """Differences within the standard error, excluded candidates, candidates that were not tried, and the warnings of
     the chosen calibrator."""
     loss = LOSS_NAMES[cross_validation.criterion]
     winner, rows = cross_validation.winner, cross_validation.n_samples
-    warnings = []
+    warnings = describe_copies(cross_validation)
     if 1 < rows < _FEW_ROWS:
         warnings.append(
             f"{rows} validation rows are few: another sample may lead to another choice"
