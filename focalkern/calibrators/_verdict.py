@@ -51,8 +51,8 @@ class Verdict:
         costs: the cost of the choice, or gain and cost of another choice; empty if neither applies.
         warnings: reasons to check the choice before it is used, a sentence each.
         optimistic: whether the test set is the validation set; ``str()`` then begins with "Optimistic".
-        check_data: whether the first warning is about labels or columns that cannot be right; ``str()`` then begins
-            with it.
+        check_data: whether the first warning is about labels or columns that cannot be right, or about rows that are
+            in both sets; ``str()`` then begins with it.
         accepts: with ``accept_risk``, the confidence threshold of accepted predictions, its coverage and its risk.
 
     Example:

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 
 from focalkern._checks import count_rows
-from focalkern._diagnostics import input_notes, input_problems, pair_problems
+from focalkern._diagnostics import input_notes, input_problems
 from focalkern.files import LogitSet
 from focalkern.study.intervals import DEFAULT_RESAMPLES
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals, JudgedComparison, hidden_results
-from focalkern.study.samples import Samples, about_rows, data_problem, describe_samples
+from focalkern.study.samples import Samples, about_rows, data_problem, describe_samples, overlap_problem
 from focalkern.study.scores import facts
 
 __all__ = ["printed_remarks", "remarks", "remarks_on_bins", "remarks_on_samples"]
@@ -27,7 +27,8 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
     found = [*remarks_on_samples(validation)]
     if not comparison.same_samples:
         found += remarks_on_samples(test)
-        found += _on_both_samples(validation, test)
+        overlap = overlap_problem(validation, test)
+        found += [overlap] if overlap else []
     found += _on_few_samples(comparison)
     found += _on_scores(comparison)
     if comparison.intervals is not None and comparison.chosen is not None:
@@ -84,14 +85,6 @@ def remarks_on_samples(samples: Samples) -> list[str]:
     found.extend([problem] if problem else [])
     found.extend(f"{about_rows(samples)}: {words}." for words in notes)
     return found
-
-
-def _on_both_samples(validation: Samples, test: Samples) -> list[str]:
-    """Remarks on samples that are in both sets."""
-    (input, labels), (other, other_labels) = validation.sample(), test.sample()
-    words = pair_problems(input, labels, other, other_labels)
-    part = f"of {len(other_labels):,} compared rows: " if len(other_labels) < len(test) else ""
-    return [f"{part}{one}." for one in words]
 
 
 def _on_few_samples(comparison: Comparison) -> list[str]:

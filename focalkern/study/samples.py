@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import count_rows, short
-from focalkern._diagnostics import label_problems, sampled_parts
+from focalkern._diagnostics import label_problems, pair_problems, sampled_parts
 from focalkern._progress import ProgressBar
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
 from focalkern.files import LogitSet
@@ -35,6 +35,7 @@ __all__ = [
     "describe_source",
     "describe_test",
     "fits_in_memory",
+    "overlap_problem",
     "scaling_or_none",
     "stream_sets",
     "wants_streaming",
@@ -358,6 +359,13 @@ def describe_test(test: Samples, same_samples: bool) -> str:
 def data_problem(samples: Samples) -> str:
     """A sentence on labels or columns that cannot be right; empty if there is none."""
     return "".join(f"{about_rows(samples)}: {words}." for words in label_problems(*samples.sample()))
+
+
+def overlap_problem(validation: Samples, test: Samples) -> str:
+    """A sentence on rows that are in both sets; empty if there are none."""
+    (input, labels), (other, other_labels) = validation.sample(), test.sample()
+    part = f"of {len(other_labels):,} compared rows: " if len(other_labels) < len(test) else ""
+    return "".join(f"{part}{words}." for words in pair_problems(input, labels, other, other_labels))
 
 
 def about_rows(samples: Samples) -> str:

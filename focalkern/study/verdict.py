@@ -17,7 +17,7 @@ from focalkern.calibrators._verdict import (
 )
 from focalkern.metrics import AcceptThreshold, accept_threshold
 from focalkern.study.results import CalibratorResult, Comparison, at_bound, print_score
-from focalkern.study.samples import SCORES, data_problem, describe_test
+from focalkern.study.samples import SCORES, data_problem, describe_test, overlap_problem
 
 __all__ = ["accept_rows", "judge"]
 
@@ -45,13 +45,15 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
     problem = data_problem(comparison.validation)
     if not (problem or comparison.same_samples):
         problem = data_problem(comparison.test)
+    optimistic = _has_same_rows(comparison)
+    if not (problem or optimistic):
+        problem = overlap_problem(comparison.validation, comparison.test)
     warnings = [problem] if problem else []
     if comparison.same_samples:
         warnings.append(
             "the test set is the validation set, so the metrics after calibration are optimistic: pass a separate "
             "test set"
         )
-    optimistic = _has_same_rows(comparison)
     if accept is not None and optimistic:
         warnings.append(
             "the bound on accepted rows does not hold for new rows, because the calibrator was fitted on the test "

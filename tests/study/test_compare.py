@@ -14,6 +14,8 @@ import focalkern as fk
 from focalkern.calibrators import FocalTemperatureScaling, RobustTemperatureScaling
 from focalkern.calibrators._candidates import DEFAULT_CANDIDATES
 from focalkern.calibrators._verdict import describe_method
+from focalkern.files import LogitSet
+from focalkern.study.compare import run_study
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -287,3 +289,24 @@ def test_pixels_are_the_flattened_rows():
         ValueError, match=r"ignore_index goes with a pair .*, got .* as validation; pass it to read_sets"
     ):
         fk.compare_calibrators(samples, ignore_index=255)
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_a_verdict_begins_with_the_rows_that_both_sets_have(brief):
+    (logits, labels), (others, other_labels) = sample(400, 0), sample(400, 1)
+    validation = LogitSet(logits, labels, "logits", "val", "a.npz")
+    both = torch.cat([others, logits[:100]]), torch.cat([other_labels, labels[:100]])
+    found = run_study(validation, LogitSet(*both, "logits", "test", "b.npz"), brief=brief, **FAST)
+    first = "100 of the 500 test rows are also validation rows, with the same label, so the metrics are optimistic"
+    assert found.verdict.check_data
+    lines = str(found.verdict).splitlines()
+    assert " ".join(lines[:2]).startswith(f"Check the data first: {first}")
+    assert lines[2].startswith("Use ")
+    assert [words for words in (*found.verdict.warnings, *found.remarks) if "also validation" in words] == [
+        f"{first}: use sets without common rows."
+    ]
+    apart = run_study(validation, LogitSet(others, other_labels, "logits", "test", "b.npz"), brief=brief, **FAST)
+    assert not apart.verdict.check_data
+    # All rows: the verdict calls itself optimistic.
+    equal = run_study(validation, replace(validation, name="test"), brief=brief, **FAST)
+    assert equal.verdict.optimistic and not equal.verdict.check_data
