@@ -30,6 +30,9 @@ calibrated and a miscalibrated model is too small, so the comparison is conserva
 calibrators differ in sharpness, their bias floors differ too, and this changes the difference of their ECEs: compare
 ECEs and floors. ``python -m benchmarks.speed.bootstrap`` measures these effects.
 
+If all rows are correct, or all are wrong, no resample differs in accuracy, and the interval of the accuracy is the
+exact one of Clopper and Pearson (1934).
+
 Equal-mass bins are recomputed in every resample; equal-width bins are fixed.
 
 Sources: Efron & Tibshirani, "An Introduction to the Bootstrap", 1993; Davison & Hinkley, "Bootstrap Methods and their

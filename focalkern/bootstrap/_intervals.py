@@ -90,6 +90,9 @@ class PairedBootstrap:
     def interval(self, name: str, figure: str) -> Interval:
         """The interval of a metric of one calibrator, clipped to the range of the metric (an ECE is at least 0).
 
+        If all N rows are correct, or all are wrong, every resample has the same accuracy. The interval of the accuracy
+        is then that of Clopper and Pearson, for example [((1 - level) / 2)^(1 / N), 1].
+
         Args:
             name: one of ``names``.
             figure: one of ``figures``.
@@ -102,6 +105,9 @@ class PairedBootstrap:
         """
         i, j = self._index("interval", name), self._figure("interval", figure)
         found = self._interval(float(self.estimates[i, j]), self.replicates[i, j])
+        if figure == "accuracy" and found.estimate in (0.0, 1.0):
+            furthest = ((1 - self.level) / 2) ** (1 / self.n_samples)
+            return Interval(found.estimate, *((furthest, 1.0) if found.estimate == 1 else (0.0, 1 - furthest)))
         highest = {"nll": math.inf, "brier": 2.0}.get(figure, 1.0)
         return Interval(found.estimate, *(min(max(end, 0.0), highest) for end in (found.low, found.high)))
 

@@ -151,6 +151,22 @@ def test_ends_stay_where_the_figure_can_be():
         assert found.difference("a", "b", "ece_equal_width").low < 0
 
 
+@pytest.mark.parametrize("method", bootstrap.METHODS)
+@pytest.mark.parametrize("n", [1, 50])
+def test_the_accuracy_of_rows_that_agree_has_the_exact_interval(method, n):
+    """Clopper and Pearson: the accuracy at which all rows agree with probability (1 - level) / 2."""
+    confidence = torch.linspace(0.5, 0.99, n, dtype=torch.float64)
+    for right in (True, False):
+        given = {"confidence": {"a": confidence}, "correct": torch.full((n,), right), "n_resamples": 20}
+        found = paired_bootstrap(**given, level=0.9, method=method).interval("a", "accuracy")
+        assert found.estimate == float(right)
+        inner, outer = (found.low, found.high) if right else (1 - found.high, 1 - found.low)
+        assert inner**n == pytest.approx(0.05) and outer == 1
+    if n > 1:  # one row that differs is enough for the bootstrap
+        mixed = paired_bootstrap(**{**given, "correct": torch.arange(n) > 0}, level=0.9, method=method)
+        assert 0.9 < mixed.interval("a", "accuracy").low < 0.98
+
+
 def test_a_better_calibrator_has_an_interval_beyond_zero():
     logits, target = sample(1000)
     probs = {"good": logits.softmax(-1), "bad": (20 * logits).softmax(-1), "same": logits.softmax(-1)}
