@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from focalkern._types import InputKind
 
-__all__ = ["ClassColumns", "ColumnsError", "class_columns", "column_misfit", "kind_from_name"]
+__all__ = [
+    "ClassColumns",
+    "ColumnsError",
+    "class_columns",
+    "column_misfit",
+    "kind_from_name",
+    "other_order",
+]
 
 # Columns that other programs write next to the classes. Beside numbered columns, any other column is refused.
 _NO_CLASS = re.compile(
@@ -126,6 +133,22 @@ def column_misfit(wanted: Sequence[str], found: Sequence[str]) -> str:
         if one != other:
             return f"{one!r} as class {place}, found {other!r}"
     return ""
+
+
+def other_order(columns: ClassColumns, labels: Collection[str]) -> str:
+    """The end of an error about labels that are no names of numbered columns, if they end in numbers whose alphabetical
+    order is not their own: the columns may have either order. Empty if there is no doubt."""
+    names = sorted(labels)
+    found = [_NUMBERED.fullmatch(name) for name in names]
+    numbers = [int(match[2]) for match in found if match is not None]
+    prefixes = {match[1] for match in found if match is not None}
+    if columns.numbers is None or None in found or len(prefixes) > 1 or numbers == sorted(numbers):
+        return ""
+    return (
+        f"whose alphabetical order is {_listed(names[:4])}, ..., for the columns {columns.names[0]!r} to "
+        f"{columns.names[-1]!r}; call the columns as the labels, or pass integers, or the array of the classes "
+        "(.to_numpy()) if its columns are in alphabetical order"
+    )
 
 
 def kind_from_name(name: str) -> InputKind | None:

@@ -25,7 +25,7 @@ from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Fitted, Layout
 from focalkern.calibrators._inputs import floored_input, widened
-from focalkern.calibrators._named_columns import named_columns
+from focalkern.calibrators._named_columns import given_columns, with_names
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
 
@@ -56,7 +56,8 @@ class Calibrator(Fitted):
             target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
                 Strings, as in scikit-learn, are the columns in alphabetical order; each must occur. Numbers as text
                 raise an error if their alphabetical order is not their own. If ``logits`` is a frame and all strings
-                are names of its columns, the classes are the columns in their order.
+                are names or numbers of its columns, the classes are the columns in their order (numbered columns in
+                the order of their numbers).
             sample_weight: [N], or of the shape of ``target``: a row with weight w counts w times; None is 1.
             ignore_index: label of ignored rows; None ignores no row.
 
@@ -123,7 +124,7 @@ class Calibrator(Fitted):
         name = type(self).__name__
         self._check_parameters()
         input = self._as_tensor(logits)
-        columns = named_columns(name, logits)
+        columns = given_columns(name, logits)
         one_logit = input.dim() == 1
         input = self._pairs(widened(input) if self.input_kind == "probs" else input) if one_logit else input
         rows = as_rows(
@@ -144,7 +145,7 @@ class Calibrator(Fitted):
         is_small = rows.input.numel() <= _FEW_LOGITS and threading.current_thread() is threading.main_thread()
         with one_thread() if is_small else contextlib.nullcontext():
             fitted = self._fit(of_fit)
-            layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense, columns)
+            layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense, with_names(columns))
             self._become(fitted, layout, n_samples=len(rows.input), floor=floor)
             self.warnings_ = tuple(self._fit_warnings(of_fit))
         return rows

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
 from focalkern._checks import TO_FLOAT, count_rows, label, label_range, parsed_float, short
-from focalkern._columns import ClassColumns
+from focalkern._columns import ClassColumns, other_order
 from focalkern._diagnostics import may_be_logits, remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
 from focalkern.fallback._checks import sum_tolerance
@@ -67,7 +67,7 @@ def as_rows(
 ) -> FitData:
     """Rows of :meth:`Calibrator.fit`; ``name`` is the calibrator's, ``input`` [N, C] or [N, C, d1, ...].
 
-    ``columns`` are those of a frame, if they have names; ``empty`` permits 0 rows, for batches.
+    ``columns`` are those of a frame; ``empty`` permits 0 rows, for batches.
     """
     check_input(name, input, any_rank=input.dim() > 2, class_axis=1 if input.dim() > 2 else -1)
     n_classes = input.shape[1]
@@ -231,6 +231,9 @@ def _named_labels(
             f"{name}: target must name each of the {n_classes} classes of the logits, got {len(names)} "
             "names; integers 0 to C - 1 may leave classes out"
         )
+    doubt = "" if columns is None else other_order(columns, names.tolist())
+    if doubt:
+        raise ValueError(f"{name}: target must name columns of the logits, got labels {doubt}")
     _check_order(name, names)
     return names, index
 

@@ -18,7 +18,7 @@ from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._label_scalings import fit_labels, map_of_label, module_of_label
 from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits, PerLabelLogits
-from focalkern.calibrators._named_columns import named_columns
+from focalkern.calibrators._named_columns import given_columns, with_names
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._structured import StructuredScaling
@@ -155,7 +155,7 @@ class MultiLabelScaling(Calibrator):
         found = fit_labels(name, template, input, labels, known, weight)
         fitted = self._of(found.scalings, found.positive, found.remarks)
         counted = input if weight is None else input[weight > 0]
-        layout = Layout(input.shape[1], columns=named_columns(name, logits))
+        layout = Layout(input.shape[1], columns=with_names(given_columns(name, logits)))
         self._become(fitted, layout, n_samples=len(counted), floor=float(getattr(template, "floor", 0.0)))
         self.warnings_ = tuple(found.warnings)
         return counted

@@ -1,4 +1,4 @@
-"""Columns with names: those of the frame that ``fit`` took, and their order in later frames."""
+"""Columns of frames: the classes of the frame that ``fit`` took, and the order of their names in later frames."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,18 @@ from torch import Tensor
 from focalkern._arrays import columns_of_frame
 from focalkern._columns import ClassColumns, column_misfit
 
-__all__ = ["check_columns", "expected_columns", "named_columns"]
+__all__ = ["check_columns", "expected_columns", "given_columns", "with_names"]
 
 _MOST_SHOWN = 8
 
 
-def named_columns(name: str, logits: Any) -> ClassColumns | None:
-    """The classes of a frame whose columns have names; None for numbered columns, arrays and tensors."""
-    columns = None if isinstance(logits, Tensor) else columns_of_frame(logits, f"{name}: logits")
+def given_columns(name: str, logits: Any) -> ClassColumns | None:
+    """The columns of a frame that are the classes; None for arrays and tensors."""
+    return None if isinstance(logits, Tensor) else columns_of_frame(logits, f"{name}: logits")
+
+
+def with_names(columns: ClassColumns | None) -> ClassColumns | None:
+    """The columns if they have names; None for numbered columns, whose order is that of the numbers in every frame."""
     return None if columns is None or columns.numbers is not None else columns
 
 

@@ -104,3 +104,43 @@ def test_the_columns_of_labels_of_a_multi_label_head():
     for call in (fitted.predict_proba, lambda frame: fitted.score(frame, target)):
         with pytest.raises(ValueError, match=ORDER.format("MultiLabelScaling")):
             call(OTHER_ORDER)
+
+
+# Twelve classes, whose alphabetical order ("p_0", "p_1", "p_10", "p_11", "p_2", ...) is not that of their numbers.
+TWELVE_LABELS = _RNG.integers(12, size=600)
+TWELVE = 1.5 * _RNG.normal(size=(600, 12)) + 3 * np.eye(12)[TWELVE_LABELS]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("prefix", ["", "p_"])
+def test_numbered_columns_are_the_classes_of_labels_that_name_them(prefix, start):
+    names = [f"{prefix}{number}" for number in range(start, 12 + start)]
+    frame = pandas.DataFrame(TWELVE, columns=names)
+    expected = fk.TemperatureScaling().fit(TWELVE, TWELVE_LABELS)
+    for given in (frame, frame[names[::-1]]):  # the numbers decide the order
+        fitted = fk.TemperatureScaling().fit(given, np.array(names)[TWELVE_LABELS])
+        assert fitted.classes_.tolist() == names
+        assert fitted.temperature_ == expected.temperature_
+        assert np.array_equal(fitted.predict(given), np.array(names)[TWELVE.argmax(1)])
+    numbers = np.array([str(number) for number in range(start, 12 + start)])
+    assert fk.TemperatureScaling().fit(frame, numbers[TWELVE_LABELS]).temperature_ == expected.temperature_
+    rows = TWELVE_LABELS != 7  # a class without labels
+    fitted = fk.TemperatureScaling().fit(frame[rows], np.array(names)[TWELVE_LABELS[rows]])
+    assert fitted.temperature_ == fk.TemperatureScaling().fit(TWELVE[rows], TWELVE_LABELS[rows]).temperature_
+
+
+def test_labels_with_other_names_than_numbered_columns_have_no_clear_order():
+    labels = np.array([f"p_{number}" for number in range(12)])[TWELVE_LABELS]
+    words = (
+        r"target must name columns .* is 'p_0', 'p_1', 'p_10', 'p_11', \.\.\., for the columns '{}0' to '{}11'; call"
+    )
+    for prefix in ("", "logit_"):
+        frame = pandas.DataFrame(TWELVE, columns=[f"{prefix}{number}" for number in range(12)])
+        with pytest.raises(ValueError, match=words.format(prefix, prefix)):
+            fk.TemperatureScaling().fit(frame, labels)
+    # Arrays have scikit-learn's order, and so have frames whose alphabetical order is that of the numbers.
+    alphabetical = np.argsort([f"p_{number}" for number in range(12)])
+    in_order = fk.TemperatureScaling().fit(TWELVE, TWELVE_LABELS).temperature_
+    assert fk.TemperatureScaling().fit(TWELVE[:, alphabetical], labels).temperature_ == pytest.approx(in_order)
+    padded = np.array([f"p_{number:02}" for number in range(12)])[TWELVE_LABELS]
+    assert fk.TemperatureScaling().fit(pandas.DataFrame(TWELVE), padded).temperature_ == in_order
