@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of
-from focalkern._columns import ClassColumns
+from focalkern._columns import ClassColumns, column_misfit
 from focalkern._devices import cpu_by_default
 from focalkern._types import CRITERIA, INPUT_KINDS
 from focalkern.calibrators import (
@@ -65,9 +65,10 @@ def compare_calibrators(
 
     Args:
         validation: samples for the fits and the choice: a pair (logits [N, C], labels [N]) of tensors or arrays (for
-            pixels [N, C, d1, ...] and [N, d1, ...]), a set of :func:`focalkern.study.stream_sets`, or a pattern of
-            files. With files, focal temperature scaling is searched on the grid, and candidates that need all samples
-            in memory (such as ``"spline-matrix"``) are left out; the warnings of the verdict name them.
+            pixels [N, C, d1, ...] and [N, d1, ...]; a frame as in ``fit``), a set of
+            :func:`focalkern.study.stream_sets`, or a pattern of files. With files, focal temperature scaling is
+            searched on the grid, and candidates that need all samples in memory (such as ``"spline-matrix"``) are left
+            out; the warnings of the verdict name them.
         test: samples for the scores. None uses the validation samples; the scores are then optimistic, and the verdict
             says so.
         candidates: some of ``"none"``, ``"temperature"`` (:class:`focalkern.RobustTemperatureScaling`), ``"spline"``,
@@ -138,6 +139,10 @@ def compare_calibrators(
             f"compare_calibrators: test must have {validation.kind} of {validation.n_classes} classes as validation, "
             f"got {test.kind} of {test.n_classes}"
         )
+    if validation.memory is not None and test.memory is not None:
+        misfit = column_misfit(validation.memory.classes, test.memory.classes)
+        if misfit:
+            raise ValueError(f"compare_calibrators: test must have the columns of validation in their order, {misfit}")
     return run_study(
         validation,
         test,

@@ -1,16 +1,20 @@
 """The samples that a user passes to :func:`focalkern.compare_calibrators`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from focalkern._arrays import columns_of_frame
 from focalkern._checks import short
+from focalkern._columns import ClassColumns, other_order
 from focalkern._diagnostics import refuse_probs
 from focalkern.calibrators import InputKind
 from focalkern.calibrators._parameters import is_assumed
-from focalkern.files import LogitSet
+from focalkern.files import InputError, LogitSet
 from focalkern.files.samples import check_options, checked_set
 from focalkern.study.samples import MemorySamples, Samples, StreamedSamples, as_samples, stream_sets
 
@@ -60,9 +64,31 @@ def given_samples(
             f"{op}: {name} must be a pair (logits, labels), a pattern of files or a streamed set, got "
             f"{type(given).__name__}"
         )
+    logits: Any
     logits, labels = (one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in given)
     assumed, kind = is_assumed(kind), "probs" if kind == "probs" else "logits"
-    found = as_samples(checked_set(name, prefix, kind, kind, logits, "labels", labels, ignore_index))
+    columns = None if isinstance(logits, torch.Tensor) else columns_of_frame(logits, f"{op}: {name}")
+    if columns is not None:
+        logits, labels = logits.to_numpy()[:, columns.places], _labels_of(columns, labels, name)
+    rows = checked_set(name, prefix, kind, kind, logits, "labels", labels, ignore_index)
+    if columns is not None and columns.numbers is None:
+        rows = replace(rows, classes=tuple(columns.classes))
+    found = as_samples(rows)
     if assumed:
         refuse_probs(op, found.sample()[0], name)
     return found
+
+
+def _labels_of(columns: ClassColumns, labels: Any, source: str) -> Any:
+    """Names of columns as class indices, as ``fit`` takes them; other labels unchanged."""
+    given = labels if isinstance(labels, torch.Tensor) else np.asarray(labels)
+    if isinstance(given, torch.Tensor) or not all(isinstance(label, str) for label in given.ravel().tolist()):
+        return labels
+    names = columns.names_of_labels(set(given.ravel().tolist()))
+    if names is None:
+        doubt = other_order(columns, set(given.ravel().tolist()))
+        if doubt:
+            raise InputError(f"{source}: labels: expected names of columns, found labels {doubt}")
+        return labels
+    place = {name: number for number, name in enumerate(names)}
+    return np.array([place[label] for label in given.ravel().tolist()], dtype=np.int64).reshape(given.shape)

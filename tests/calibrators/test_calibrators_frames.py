@@ -144,3 +144,31 @@ def test_labels_with_other_names_than_numbered_columns_have_no_clear_order():
     assert fk.TemperatureScaling().fit(TWELVE[:, alphabetical], labels).temperature_ == pytest.approx(in_order)
     padded = np.array([f"p_{number:02}" for number in range(12)])[TWELVE_LABELS]
     assert fk.TemperatureScaling().fit(pandas.DataFrame(TWELVE), padded).temperature_ == in_order
+
+
+def test_a_comparison_keeps_the_columns_as_fit_does():
+    pytest.importorskip("tabulate", reason="tabulate is not installed")
+    options = {"resamples": 0, "candidates": ["temperature"]}
+    expected = fk.compare_calibrators((LOGITS, LABELS), **options).calibrator.predict_proba(LOGITS)
+    for labels in (LABELS, named(LABELS), pandas.Series(named(LABELS))):
+        study = fk.compare_calibrators((FRAME, labels), (FRAME, labels), **options)
+        assert np.array_equal(study.calibrator.predict_proba(FRAME), expected)
+        assert study.validation.memory.classes == tuple(NAMES)
+        with pytest.raises(ValueError, match=ORDER.format(type(study.calibrator).__name__)):
+            study.calibrator.predict_proba(OTHER_ORDER)
+    with pytest.raises(ValueError, match="test must have the columns of validation in their order, 'zebra' as class 0"):
+        fk.compare_calibrators((FRAME, LABELS), (OTHER_ORDER, LABELS), **options)
+    with pytest.raises(ValueError, match=r"compare_calibrators: validation: .* found 'label'; pass the array"):
+        fk.compare_calibrators((FRAME.assign(label=LABELS), LABELS), **options)
+
+
+def test_a_comparison_takes_numbered_columns_in_the_order_of_their_numbers():
+    pytest.importorskip("tabulate", reason="tabulate is not installed")
+    options = {"resamples": 0, "candidates": ["temperature"]}
+    names = [f"p_{number}" for number in range(12)]
+    expected = fk.compare_calibrators((TWELVE, TWELVE_LABELS), **options).results[0].test
+    frame = pandas.DataFrame(TWELVE, columns=names)[names[::-1]]
+    for labels in (TWELVE_LABELS, np.array(names)[TWELVE_LABELS], TWELVE_LABELS.astype(str)):
+        assert fk.compare_calibrators((frame, labels), **options).results[0].test == expected
+    with pytest.raises(ValueError, match="compare_calibrators: validation: labels: expected names of columns, found"):
+        fk.compare_calibrators((frame, np.array([f"c{number}" for number in range(12)])[TWELVE_LABELS]), **options)
