@@ -23,6 +23,7 @@ __all__ = [
     "refuse_probs",
     "remedy_for_sum",
     "repeated_rows",
+    "rows_digest",
     "sampled_parts",
 ]
 
@@ -290,6 +291,11 @@ def _are_log_probabilities(input: Tensor) -> bool:
         if not bool(((rows <= slack).all(-1) & (rows.logsumexp(-1).abs() <= slack)).all()):
             return False
     return True
+
+
+def rows_digest(input: Tensor, labels: Tensor) -> int:
+    """A sum of 64-bit hashes of the rows with their labels: the same in every order, and additive over parts."""
+    return int(_hashes(input, labels).sum(dtype=np.uint64))
 
 
 def repeated_rows(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any] | None:

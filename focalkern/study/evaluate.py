@@ -1,5 +1,6 @@
 """Scores of samples without calibration and after a fitted calibrator."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from focalkern.study.remarks import remarks_on_bins, remarks_on_samples
 from focalkern.study.report.export import finite_or_none
 from focalkern.study.report.tables import format_table
 from focalkern.study.results import CalibratorResult
-from focalkern.study.samples import Samples, as_samples, describe_samples, describe_source, scaling_or_none
+from focalkern.study.samples import Samples, as_samples, describe_samples, describe_source, digest_of, scaling_or_none
 from focalkern.study.scores import identity, score
 
 __all__ = ["Evaluation", "check_fits", "evaluate_rows"]
@@ -124,16 +125,28 @@ def evaluate_rows(
 def _on_rows_of_fit(name: str, data: Mapping[str, Any], samples: Samples) -> list[str]:
     """A remark if rows of the fit are among the samples. ``data`` is the description of rows in a saved calibrator."""
     fit, test = (data.get(key) for key in ("validation", "test"))
-    if not isinstance(fit, dict) or not isinstance(test, dict) or fit.get("source") != samples.source:
+    if not isinstance(fit, dict) or not isinstance(test, dict):
         return []
     n_rows, n_fit, n_test = len(samples), fit.get("n_samples"), test.get("n_samples")
-    if fit.get("set") == samples.name and n_fit == n_rows:
+    digest, of_fit, of_test = digest_of(samples), _digest(fit), _digest(test)
+    if digest is not None and of_fit is not None and of_test is not None:  # by the content, under any name
+        is_fit, is_both = digest == of_fit, digest == (of_fit + of_test) % 2**64
+    else:
+        is_fit = fit.get("source") == samples.source and fit.get("set") == samples.name
+        is_both = fit.get("source") == test.get("source") == samples.source
+    if is_fit and n_fit == n_rows:
         which = f"these {count_rows(n_rows)}"
-    elif test.get("source") == samples.source and isinstance(n_test, int) and n_fit == n_rows - n_test:
+    elif is_both and isinstance(n_test, int) and n_fit == n_rows - n_test:
         which = f"{n_fit:,} of these {count_rows(n_rows)}"
     else:
         return []
     return [f"{name} was fitted to {which}, so its metrics on them are optimistic. Measure it on other rows."]
+
+
+def _digest(data: Mapping[str, Any]) -> int | None:
+    """The digest of rows in a saved calibrator; None without one."""
+    digest = data.get("digest")
+    return int(digest, 16) if isinstance(digest, str) and re.fullmatch("[0-9a-f]{16}", digest) else None
 
 
 def _method(calibrator: Calibrator) -> str:

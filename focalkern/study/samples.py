@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import count_rows, short
-from focalkern._diagnostics import label_problems, pair_problems, sampled_parts
+from focalkern._diagnostics import label_problems, pair_problems, rows_digest, sampled_parts
 from focalkern._progress import ProgressBar
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
 from focalkern.files import LogitSet
@@ -34,6 +34,7 @@ __all__ = [
     "describe_samples",
     "describe_source",
     "describe_test",
+    "digest_of",
     "fits_in_memory",
     "overlap_problem",
     "scaling_or_none",
@@ -366,6 +367,11 @@ def overlap_problem(validation: Samples, test: Samples) -> str:
     (input, labels), (other, other_labels) = validation.sample(), test.sample()
     part = f"of {len(other_labels):,} compared rows: " if len(other_labels) < len(test) else ""
     return "".join(f"{part}{words}." for words in pair_problems(input, labels, other, other_labels))
+
+
+def digest_of(samples: Samples) -> int | None:
+    """:func:`rows_digest` of samples in memory, else None: others would need a pass over their files."""
+    return None if samples.memory is None else rows_digest(samples.memory.input, samples.memory.labels)
 
 
 def about_rows(samples: Samples) -> str:

@@ -205,8 +205,21 @@ def test_evaluate_notes_rows_of_the_fit(both, single, tmp_path, run):
     of_validation, of_test = notes(both)
     assert words.format(path, "these 400 rows") in of_validation
     assert not any("was fitted to" in words for words in of_test)
-    others = run_json(run, "evaluate", single, "--calibrator", path)["sets"][0]["remarks"]
-    assert not any("was fitted to" in words for words in others)
+    same_rows = run_json(run, "evaluate", single, "--calibrator", path)["sets"][0]["remarks"]
+    assert words.format(path, "these 400 rows") in same_rows
+    # The content counts: the same rows under another name, and other rows under the same name.
+    copied = tmp_path / "copied.npz"
+    assert run("calibrate", single, "--split", "0.75", *GRID, "--out", path)[0] == 0
+    copied.write_bytes(Path(single).read_bytes())
+    document = run_json(run, "evaluate", copied, "--calibrator", path)
+    assert words.format(path, "300 of these 400 rows") in document["sets"][0]["remarks"]
+    assert run("calibrate", copied, *GRID, "--out", path)[0] == 0
+    arrays = dict(np.load(copied))
+    np.savez(copied, **{**arrays, "logits": arrays["logits"] + np.float32(0.5)})
+    assert not any(
+        "was fitted to" in one for one in run_json(run, "evaluate", copied, "--calibrator", path)["sets"][0]["remarks"]
+    )
+    assert run("calibrate", both, *GRID, "--out", path)[0] == 0
     loaded = load_calibrator(path)
     (rows, _) = files.read_sets(both).values()
     assert words.format("the calibrator", "these 400 rows") in evaluate_rows(rows, loaded).remarks

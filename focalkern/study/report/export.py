@@ -9,7 +9,7 @@ from typing import Any
 from focalkern._version import __version__
 from focalkern.bootstrap import Interval
 from focalkern.study.results import SCALINGS, CalibratorResult, Intervals, JudgedComparison
-from focalkern.study.samples import SCORES, Samples
+from focalkern.study.samples import SCORES, Samples, digest_of
 
 __all__ = ["evidence", "finite_or_none", "to_csv", "to_json", "to_records"]
 
@@ -79,7 +79,7 @@ def evidence(comparison: JudgedComparison) -> dict[str, Any]:
     return {
         **cross_validation,
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "data": _data_to_json(comparison),
+        "data": _data_to_json(comparison, with_digest=True),
         "use": comparison.verdict.use,
         "because": comparison.verdict.because,
         "costs": comparison.verdict.costs,
@@ -101,14 +101,16 @@ def evidence(comparison: JudgedComparison) -> dict[str, Any]:
     }
 
 
-def _data_to_json(comparison: JudgedComparison) -> dict[str, Any]:
+def _data_to_json(comparison: JudgedComparison, with_digest: bool = False) -> dict[str, Any]:
     def data(rows: Samples) -> dict[str, Any]:
+        digest = digest_of(rows) if with_digest else None
         return {
             "source": rows.source,
             "set": rows.name,
             "input_kind": rows.kind,
             "n_samples": len(rows),
             "n_classes": rows.n_classes,
+            **({} if digest is None else {"digest": f"{digest:016x}"}),
             **({"classes": list(rows.memory.classes)} if rows.memory is not None and rows.memory.classes else {}),
         }
 
