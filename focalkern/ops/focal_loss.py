@@ -139,12 +139,15 @@ def focal_loss(
             (p_j - [j = y]). gamma = 1 with ``detach_modulation=True`` is dynamic fine-tuning (:class:`DFTLoss`). A
             negative gamma in a tensor or a table makes the loss NaN.
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
-            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). The mean weights it as the
-            loss of its row; for an ignored row it is 0. On the CPU and CUDA the passes of the loss compute it, and it
-            adds a few operations per row; on CUDA class probabilities take one more read, forward. On other devices,
-            and on the CPU for labels with ``modulation``, operations for slices of the classes compute both terms in
-            one pass over the logits, forward and backward; for smoothing and class probabilities on other devices, and
-            under torch.func, the z-loss takes one more pass each.
+            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). Both are multiplied by what
+            the row adds to the divisor of the mean: the class weight of its label, also with ``label_smoothing``; 1
+            for class probabilities, because ``weight`` belongs to their classes and not to the row; 0 for an ignored
+            row. So with ``weight`` the z-losses of labels and of their one-hot class probabilities differ. On the CPU
+            and CUDA the passes of the loss compute it, and it adds a few operations per row; on CUDA class
+            probabilities take one more read, forward. On other devices, and on the CPU for labels with ``modulation``,
+            operations for slices of the classes compute both terms in one pass over the logits, forward and backward;
+            for smoothing and class probabilities on other devices, and under torch.func, the z-loss takes one more
+            pass each.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. The kernels compute the
             statistics without another read of the logits, also in compiled graphs. Plain torch reads the logits once
             more for them. On other devices torch operations compute both in blocks.

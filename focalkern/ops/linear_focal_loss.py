@@ -168,10 +168,11 @@ def linear_focal_loss(
         reduce_input_grad: sum the gradient of ``input`` over the ranks. False returns each rank's partial gradient, for
             a caller that reduces it itself (sequence parallelism scatters it).
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
-            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``); both have the class weight
-            of the label. It takes no matrix product and, with kernels, no further read of the logits. Exceptions:
-            class probabilities take another read on CUDA; torch operations add the z-loss of labels with
-            ``modulation`` and without smoothing on the CPU, and every z-loss in plain torch.
+            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). Both have the class weight
+            of the label, and the weight 1 for class probabilities, as in :func:`focal_loss`. It takes no matrix
+            product and, with kernels, no further read of the logits. Exceptions: class probabilities take another read
+            on CUDA; torch operations add the z-loss of labels with ``modulation`` and without smoothing on the CPU,
+            and every z-loss in plain torch.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. The kernels compute loss and
             statistics without another read of the logits; plain torch takes one.
 
