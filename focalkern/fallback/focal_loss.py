@@ -27,6 +27,7 @@ from focalkern.fallback._checks import (
 )
 from focalkern.fallback._compile import compilable
 from focalkern.gamma import GammaTable
+from focalkern.reference._log_space import exact_log_sigmoids, second_derivatives_are_exact
 from focalkern.reference._rows import gamma_tensor, times_log, weight_of_labels
 from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec, confidence_factor
 
@@ -164,6 +165,9 @@ def _log_probability_of(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     d = d + torch.where(z_target == math.inf, z_target - z_target, 0.0)
     # At p = 0, log(1 - p) and its derivative are 0.
     absent = d == math.inf
+    if second_derivatives_are_exact():
+        log_u, log_p = exact_log_sigmoids(d)
+        return torch.where(alone, 0.0, log_p), torch.where(alone, -math.inf, log_u)
     log_p = torch.where(alone, 0.0, F.logsigmoid(-d))
     log_u = torch.where(alone, -math.inf, torch.where(absent, 0.0, F.logsigmoid(torch.where(absent, 0.0, d))))
     return log_p, log_u

@@ -17,6 +17,7 @@ from focalkern.fallback.focal_loss import (
     host_numbers,
     promoted,
 )
+from focalkern.reference._log_space import exact_second_derivatives
 from focalkern.reference._rows import weight_of_labels
 from focalkern.reference._softmax_losses import RowLossSpec, row_loss_of
 
@@ -66,7 +67,8 @@ def focal_loss_composite(
     spec = row_loss_of(kind)
     check_operator(spec, input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, epsilon)
-    loss = _definition(spec, input, target, gamma, edges, weight, *options)
+    with exact_second_derivatives():
+        loss = _definition(spec, input, target, gamma, edges, weight, *options)
     return loss if float32_loss else loss.to(input.dtype)
 
 

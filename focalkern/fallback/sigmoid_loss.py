@@ -17,6 +17,7 @@ from focalkern.fallback._checks import (
     values_may_be_read,
 )
 from focalkern.fallback._compile import compilable
+from focalkern.reference._log_space import exact_second_derivatives
 
 __all__ = ["NAMES", "check_arguments", "check_range", "check_scores", "sigmoid_loss", "sigmoid_loss_composite"]
 
@@ -68,7 +69,8 @@ def sigmoid_loss_composite(
 ) -> Tensor:
     """The operator ``sigmoid_loss_composite``. ``float32_loss``: whether autocast makes the loss float32."""
     check_arguments(input, target, gamma, second, weight, scores, kind, constant, reduction)
-    loss = _definition(input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index)
+    with exact_second_derivatives():
+        loss = _definition(input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index)
     return loss if float32_loss else loss.to(input.dtype)
 
 

@@ -63,7 +63,8 @@ def sigmoid_focal_loss(
     Returns:
         The loss, scalar or of the shape of ``input``, in its dtype (float32 for half-precision logits under autocast).
         Differentiable to any order in ``input``, tensor ``gamma`` and floating-point ``target``. (Second derivatives in
-        a ``target`` that requires grad may be NaN where 1 - p_t underflows.)
+        a ``target`` that requires grad may be NaN where 1 - p_t underflows. In plain torch, without the kernels, second
+        derivatives of float32 logits beyond 14 in magnitude are wrong: pass float64 logits.)
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, value, shape or device.

@@ -1,11 +1,64 @@
 """Code shared by the definitions: softmax and its complement in log space, and parameters as tensors."""
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from focalkern._devices import as_parameter
 
-__all__ = ["log_softmax_and_complement", "number_tensor", "parameter_tensor", "phi_of"]
+__all__ = [
+    "SATURATED",
+    "exact_log_sigmoids",
+    "exact_second_derivatives",
+    "log_softmax_and_complement",
+    "number_tensor",
+    "parameter_tensor",
+    "phi_of",
+    "second_derivatives_are_exact",
+]
+
+# Beyond this logit, sigmoid is 0 or 1 in every dtype. Its derivative is set to 0, because 0 * inf would be NaN.
+SATURATED = 1e4
+
+
+_transform = torch._C._functorch.TransformType
+
+
+class _Exact(threading.local):
+    second_derivatives = False
+
+
+_exact = _Exact()
+
+
+@contextlib.contextmanager
+def exact_second_derivatives() -> Iterator[None]:
+    """Within it, definitions use :func:`exact_log_sigmoids` in place of torch's logsigmoid, which is faster. The second
+    derivative of torch's is p (p - 1), which cancels for p near 1. One transform of torch.func takes no second
+    derivative."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    is_first = sum(level.key() in (_transform.Grad, _transform.Jvp) for level in levels) == 1
+    before, _exact.second_derivatives = _exact.second_derivatives, not is_first
+    try:
+        yield
+    finally:
+        _exact.second_derivatives = before
+
+
+def second_derivatives_are_exact() -> bool:
+    # torch.compile cannot trace the attribute, and its graphs have no second derivatives.
+    return not torch.compiler.is_compiling() and _exact.second_derivatives
+
+
+def exact_log_sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
+    """log p and log(1 - p) of p = sigmoid(x), made of e^-|x|, whose derivatives of any order keep its digits."""
+    positive, saturated = x > 0, x.abs() > SATURATED
+    size = torch.where(saturated, 0.0, torch.where(positive, -x, x))
+    log_sum = torch.where(saturated, 0.0, size.exp().log1p())
+    return torch.where(positive, 0.0, x) - log_sum, torch.where(positive, -x, 0.0) - log_sum
 
 
 def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:

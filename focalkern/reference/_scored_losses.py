@@ -7,7 +7,7 @@ from torch import Tensor
 
 from focalkern._types import ScoredTarget
 from focalkern.reference._log_space import parameter_tensor
-from focalkern.reference._sigmoid_losses import log_sigmoid, of_share, power, reduce_elements, shares
+from focalkern.reference._sigmoid_losses import log_sigmoids, of_share, power, reduce_elements, shares
 
 __all__ = ["IA_BCE_FLOOR", "ia_bce_loss", "matchability_loss", "varifocal_loss"]
 
@@ -56,7 +56,7 @@ def varifocal_loss(
         tensor([[0.2942, 0.3466, 0.0170]], dtype=torch.float64)
     """
     x, t, counts = shares(input, target, ignore_index)
-    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    log_p, log_q = log_sigmoids(x)
     background = _background(log_p, log_q, parameter_tensor(gamma, x), alpha, detach_modulation)
     matched = of_share(t, -log_p) + of_share(1.0 - t, -log_q)
     loss = _chosen(t, t * matched, background)
@@ -105,7 +105,7 @@ def matchability_loss(
         tensor([[0.4193, 0.6931, 0.0437]], dtype=torch.float64)
     """
     x, t, counts = shares(input, target, ignore_index)
-    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    log_p, log_q = log_sigmoids(x)
     gamma = parameter_tensor(gamma, x)
     log_score = gamma * _log_of_matched(t)
     background = _background(log_p, log_q, gamma, alpha, detach_modulation)
@@ -153,7 +153,7 @@ def ia_bce_loss(
         tensor([[0.3366, 0.6931, 0.0227]], dtype=torch.float64)
     """
     x, t, counts = shares(input, target, ignore_index)
-    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    log_p, log_q = log_sigmoids(x)
     alpha = parameter_tensor(alpha, x)
     log_mixed = of_share(alpha, log_p.detach()) + (1.0 - alpha) * _log_of_matched(t.detach())
     log_score = log_mixed.clamp(min=math.log(IA_BCE_FLOOR))

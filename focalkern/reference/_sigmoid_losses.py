@@ -5,11 +5,16 @@ from torch import Tensor
 
 from focalkern._devices import as_parameter, autocast_is_on
 from focalkern._types import HALVES, ScoredTarget, compute_dtype
-from focalkern.reference._log_space import parameter_tensor
+from focalkern.reference._log_space import (
+    SATURATED,
+    exact_log_sigmoids,
+    parameter_tensor,
+    second_derivatives_are_exact,
+)
 
 __all__ = [
     "asymmetric_loss",
-    "log_sigmoid",
+    "log_sigmoids",
     "of_share",
     "power",
     "quality_focal_loss",
@@ -52,19 +57,14 @@ def of_share(share: Tensor, value: Tensor) -> Tensor:
     return share * value if share.requires_grad else torch.where(share == 0, 0.0, share * value)
 
 
-# Beyond this logit, sigmoid is 0 or 1 in every dtype. Its derivative is set to 0, because 0 * inf would be NaN.
-_SATURATED = 1e4
+def log_sigmoids(x: Tensor) -> tuple[Tensor, Tensor]:
+    """log p and log(1 - p) of p = sigmoid(x)."""
+    return exact_log_sigmoids(x) if second_derivatives_are_exact() else (_log_sigmoid(x), _log_sigmoid(-x))
 
 
-def log_sigmoid(x: Tensor) -> Tensor:
-    zero = x > _SATURATED
+def _log_sigmoid(x: Tensor) -> Tensor:
+    zero = x > SATURATED
     return torch.where(zero, 0.0, torch.nn.functional.logsigmoid(torch.where(zero, 0.0, x)))
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    saturated = x.abs() > _SATURATED
-    inner = torch.nn.functional.logsigmoid(torch.where(saturated, 0.0, x)).exp()
-    return torch.where(saturated, (x > 0).to(x.dtype), inner)
 
 
 def power(log_base: Tensor, exponent: Tensor) -> Tensor:
@@ -138,9 +138,9 @@ def sigmoid_focal_loss(
     """
     x, t, counts = shares(input, target, ignore_index)
     rest = 1.0 - t
-    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    log_p, log_q = log_sigmoids(x)
     b = of_share(t, -log_p) + of_share(rest, -log_q)
-    saturated, p, q = x.abs() > _SATURATED, _sigmoid(x), _sigmoid(-x)
+    saturated, p, q = x.abs() > SATURATED, log_p.exp(), log_q.exp()
     u = torch.where(saturated, torch.where(x > 0, rest, t), t * q + rest * p)
     rest_of_u = torch.where(saturated, torch.where(x > 0, t, rest), t * p + rest * q)
     if t.requires_grad:
@@ -198,7 +198,7 @@ def asymmetric_loss(
         tensor([[0.0151, 0.0245, 0.0006]], dtype=torch.float64)
     """
     x, t, counts = shares(input, target, ignore_index)
-    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    log_p, log_q = log_sigmoids(x)
     log_v, log_rest = log_p, log_q
     if margin > 0:
         v = log_p.exp() - margin
@@ -250,11 +250,12 @@ def quality_focal_loss(
     """
     x, t, counts = shares(input, target, ignore_index)
     rest = 1.0 - t
-    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    log_p, log_q = log_sigmoids(x)
     b = of_share(t, -log_p) + of_share(rest, -log_q)
     # For a hard target, this form of t - p does not cancel.
     positive = x > 0
-    smaller = _sigmoid(torch.where(positive, -x, x))
+    saturated = x.abs() > SATURATED
+    smaller = torch.where(saturated, 0.0, torch.where(saturated, 0.0, torch.where(positive, log_q, log_p)).exp())
     gap = torch.where(positive, rest, t) - smaller
     size = torch.where(gap < 0, -gap, gap)
     rest_of_size = torch.where(positive, t, rest) + smaller
