@@ -202,7 +202,7 @@ def test_one_label_is_a_head_too():
 @scalings
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the number of labels
 def test_the_module_of_independent_labels(scaling, kind, fused, device):
     logits, target = heads()
