@@ -82,13 +82,14 @@ def per_class_report(
             raise ValueError(f"per_class_report: calibrated must be {list(before.shape)}, got {list(after.shape)}")
         sets["_after"] = after.to(before.device)
 
-    count = is_class.sum(0)
+    number = is_class.sum(0)
+    count = number.to(torch.float64)
     columns: dict[str, list[Any]] = {
         "class": list(range(n_classes)) if names is None else list(names),
-        "n": count.tolist(),
+        "n": number.tolist(),
         "frequency": (count / n_rows).tolist(),
     }
-    weight = torch.where(count > 0, count, math.nan).to(torch.float64)
+    weight = torch.where(count > 0, count, math.nan)
     for suffix, p in sets.items():
         wide = p.to(torch.float64)
         error = expected_calibration_error(
@@ -96,7 +97,7 @@ def per_class_report(
         )
         if independent:
             chosen = p > 0.5
-            nll = torch.where(is_class, -wide.log(), -(1 - wide).log()).mean(0)
+            nll = torch.where(is_class, -wide.log(), -(1 - wide.clamp(max=1)).log()).mean(0)
         else:
             chosen = torch.nn.functional.one_hot(p.argmax(-1), n_classes) == 1
             nll = torch.where(is_class, -wide.log(), 0.0).sum(0) / weight

@@ -173,7 +173,7 @@ def bins_of(op: str, rows: MetricInput, n_bins: int, estimator: Estimator) -> Re
         return values.new_zeros(shape).scatter_add_(-1, index, values)[..., 1:]
 
     count = sums(index.new_ones(()).expand(index.shape))
-    weight = torch.where(count > 0, count, math.nan).to(torch.float64)
+    weight = torch.where(count > 0, count.to(torch.float64), math.nan)
     return ReliabilityBins(
         lower=lower.expand(count.shape),
         upper=upper.expand(count.shape),

@@ -83,7 +83,7 @@ class _CellBins:
 
         place = bucket_of(rank)
         inside = rank - up_to.gather(1, place) + count.gather(1, place)
-        rest = 1 - inside / count.gather(1, place).clamp(min=1)
+        rest = 1 - inside.to(torch.float64) / count.gather(1, place).clamp(min=1)
         value = excess_up_to.gather(1, place) - rest * excess.gather(1, place)
         if not limits:
             return cls(rank, rank, value, value, value, n_samples)

@@ -310,6 +310,16 @@ def test_the_report_adds_up_to_the_metrics():
     assert [row["class"] for row in named] == ["a", "b", "c", "d"]
 
 
+def test_the_frequency_in_the_report_is_float64():
+    rows = per_class_report(torch.full((5, 2), 0.5), torch.tensor([0, 0, 0, 1, 1]))
+    assert [row["frequency"] for row in rows] == [0.6, 0.4]
+
+
+def test_independent_labels_with_a_probability_rounded_above_one():
+    row = per_class_report(torch.tensor([[1 + 1e-6], [0.5]]), torch.tensor([[0], [1]]))[0]
+    assert row["nll"] == math.inf  # it is a probability of 1
+
+
 def test_a_class_without_rows_in_the_report():
     before, _, target = classes()
     row = per_class_report(before, target.clamp(max=2))[3]

@@ -174,3 +174,17 @@ def test_classwise_without_reduction_is_each_class(device):
     assert_close(errors.mean(), metrics.classwise_calibration_error(probs, target))
     batch = metrics.classwise_calibration_error(probs.view(2, 150, 7), target.view(2, 150), reduction="none")
     assert_close(batch[1], metrics.classwise_calibration_error(probs[150:], target[150:], reduction="none"))
+
+
+@pytest.mark.parametrize("name", ["expected", "maximum", "rms", "debiased", "classwise"])
+def test_torchs_default_dtype_does_not_round_the_counts(name):
+    """Libraries of language models set it to bfloat16, which rounds a count of 257 rows."""
+    probs, target = sample(3001, dtype=torch.float64)
+    function = getattr(metrics, f"{name}_calibration_error")
+    expected = function(probs, target)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(function(probs, target), expected)
+    finally:
+        torch.set_default_dtype(before)

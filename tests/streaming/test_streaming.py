@@ -173,3 +173,17 @@ def test_a_large_batch_equals_small_ones():
         for name, table in once.compute().tables.items():
             torch.testing.assert_close(table, often.compute().tables[name], rtol=1e-13, atol=1e-13)
         assert torch.equal(once.state_dict()["tensors"]["count"], often.state_dict()["tensors"]["count"])
+
+
+@pytest.mark.parametrize("estimator", ["equal_mass", "equal_mass_interp"])
+def test_torchs_default_dtype_does_not_change_the_tables(estimator):
+    logits, target = samples(3000)
+    state = state_of(batches_of(logits, target, 1000), criteria=CRITERIA, estimator=estimator, n_buckets=64)
+    expected = state.compute()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = state.compute()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(found.tables[name], expected.tables[name]) for name in CRITERIA)
