@@ -354,7 +354,9 @@ def check_rows(
         if bool(refused.any()):
             found = labels[refused].unique().tolist()
             hint = [Hint("ignore_index", str(*found))] if len(found) == 1 and found[0] in _IGNORED else []
-            expected = f"class numbers from 0 to {input.shape[1] - 1}"
+            from_one = found == [input.shape[1]] and int(labels.min()) == 1
+            instead = f", not from 1 to {input.shape[1]} (save labels - 1)" if from_one else ""
+            expected = f"class numbers from 0 to {input.shape[1] - 1}{instead}"
             refuse(label_name, refused, expected, lambda row: f"{int(labels[row])}", hint)
     if kind == "logits":
         # -inf is an impossible class; a row needs a possible one. The maximum of a row with NaN is NaN.

@@ -235,7 +235,9 @@ def _arrow_table(source: str) -> Any:
         raise
     except Exception as error:  # pyarrow raises errors of many kinds for damaged bytes
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise InputError(f"{source}: expected a table of Arrow, found a damaged file, or another ({reason})") from error
+        raise InputError(
+            f"{source}: expected a table of Arrow, found a damaged or truncated file, or another format ({reason})"
+        ) from error
 
 
 def _array_of(source: str, name: str, column: Any, of_lists: bool) -> Any:

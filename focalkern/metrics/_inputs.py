@@ -98,7 +98,8 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
     if not probs.is_floating_point():
         raise TypeError(f"{op}: probs must be floating point, got {probs.dtype}")
     if probs.dim() < 2 or probs.shape[-1] < 1:
-        raise ValueError(f"{op}: probs must be [N, C], got shape {list(probs.shape)}")
+        remedy = "; for one probability p of class 1 per row, pass the columns 1 - p and p" if probs.dim() == 1 else ""
+        raise ValueError(f"{op}: probs must be [N, C], got shape {list(probs.shape)}{remedy}")
     if not log and probs.numel():
         low, high = torch.aminmax(probs)
         # The comparison is false for NaN, so NaN raises too.
@@ -127,7 +128,11 @@ def as_labels(op: str, target: Any, probs: Tensor) -> Tensor:
     """The labels as integers of any shape, on the device of ``probs``."""
     target = as_tensor(target, f"{op}: target")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(f"{op}: target must be integer, got {target.dtype}")
+        one_hot = target.shape == probs.shape
+        remedy = (
+            "pass class indices: the argmax of one-hot labels" if one_hot else "torch converts it with target.long()"
+        )
+        raise TypeError(f"{op}: target must be integer, got {target.dtype}; {remedy}")
     if target.device != probs.device:
         raise ValueError(f"{op}: target must be on the device of probs, {probs.device}, got {target.device}")
     labels: Tensor = target

@@ -104,6 +104,7 @@ TWO = np.stack([np.zeros_like(Z), Z], 1)
             np.eye(2, dtype=int)[BINARY],
             r"found \[6, 2\]; save one-hot labels as class numbers: labels.argmax\(1\)$",
         ),
+        (TWO, BINARY + 1, r"numbers from 0 to 1, not from 1 to 2 \(save labels - 1\), found 2 in row 2 \(and 2 more"),
         (TWO.T.copy(), BINARY, r"found \[6\]; logits must be \[N, C\]: save logits.T$"),
     ],
 )
@@ -128,3 +129,10 @@ def test_two_columns_hold_one_logit():
         fk.TemperatureScaling().fit_quietly(Z, BINARY),
     )
     assert of_columns.temperature_ == of_one.temperature_
+
+
+def test_a_damaged_table(tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match="found a damaged or truncated file, or another format"):
+        read_sets(tmp_path / "a.parquet")
