@@ -207,11 +207,12 @@ def describe_search(comparison: Comparison) -> str:
     for result in comparison.results:
         if result.binning is not None:
             besides.append(
-                f"{result.label}: each confidence becomes the accuracy of its bin; there are "
+                f"For {result.label} each confidence becomes the accuracy of its bin, one of "
                 f"{len(result.binning.values_)} bins of {result.binning.binning.replace('_', ' ')}."
             )
         elif result.search != "grid" and result.scaling is not None:
-            besides.append(f"{result.label}: {result.scaling.n_cells_} cells, also off the grid.")
+            n_pairs = result.scaling.n_cells_
+            besides.append(f"For {result.label} the search computed {n_pairs} pairs of gamma and T, also off the grid.")
     return (
         f"{len(grid.gammas)} gammas ({gammas}) x {len(grid.temperatures)} temperatures from {low:g} to {high:g}, "
         f"{len(grid.gammas) * len(grid.temperatures)} cells, each with its ECE ({grid.estimator}, {grid.n_bins} bins) "
