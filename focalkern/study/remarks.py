@@ -34,6 +34,12 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
     if comparison.intervals is not None and comparison.chosen is not None:
         found += _on_small_differences(comparison, comparison.intervals, comparison.chosen)
     found += _on_approximate_scores(comparison)
+    if comparison.cross_validation is not None:
+        found += [
+            f"{entry.name}: no scores, because it {entry.excluded}."
+            for entry in comparison.cross_validation.entries
+            if entry.excluded.startswith("adds nothing")  # the verdict has the other reasons
+        ]
     if intervals_expected and comparison.intervals is None:
         remedy = f"Pass resamples={DEFAULT_RESAMPLES} to compute them, or resamples=0 to omit this note."
         if not test.keeps_confidences:

@@ -147,3 +147,13 @@ def test_candidates_of_netcal_probmetrics_and_scikit_learn():
     ours, theirs = study.results[1].test, study.results[2].test
     assert theirs["nll"] == pytest.approx(ours["nll"], rel=1e-2)
     assert study.chosen.method in ("temperature", "netcal")  # the same map, to the last digits
+
+
+def test_a_candidate_without_scores_has_a_reason():
+    """With two classes the matrix has no parameters beside those of the vector, so its row of the table is empty."""
+    logits, labels = sample(300, 0)
+    words = "spline-matrix: no scores, because it adds nothing to spline vector scaling with 2 classes."
+    two = fk.compare_calibrators((logits[:, :2], labels % 2), resamples=0)
+    assert two.results[4].method == "spline-matrix" and two.results[4].test is None
+    assert words in two.remarks
+    assert not any("no scores" in one for one in fk.compare_calibrators((logits, labels), resamples=0).remarks)
