@@ -109,19 +109,23 @@ class AutoCalibrator(FitsBatches):
         self.input_kind = input_kind
         self.keep_predictions = keep_predictions
 
-    def as_module(self) -> torch.nn.Module:
+    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """The module of ``calibrator_``, for the layout of the input of ``fit``.
+
+        Args:
+            fused: as :meth:`TemperatureScaling.as_module`.
 
         Returns:
             The module, without parameters to train.
 
         Raises:
             NotFittedError: call ``fit`` first.
-            TypeError: the chosen calibrator is not a calibrator of this library.
+            TypeError: the chosen calibrator is not a calibrator of this library; ``fused`` is no bool.
         """
+        flag(type(self).__name__, "fused", fused)
         chosen = copy.copy(self._fitted_calibrator("as_module"))  # which was fitted to rows [N, C]
         chosen.one_logit_, chosen.dense_ = self.one_logit_, self.dense_
-        return chosen.as_module()
+        return chosen.as_module(fused=fused)
 
     # -- private ------------------------------------------------------------------------------------------------
 

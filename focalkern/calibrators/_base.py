@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from focalkern._atomic import write_atomically
-from focalkern._checks import path_text, short
+from focalkern._checks import flag, path_text, short
 from focalkern._devices import cpu_by_default, one_thread
 from focalkern._diagnostics import (
     input_problems,
@@ -29,7 +29,7 @@ from focalkern.calibrators._named_columns import given_columns, with_names
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
 
-__all__ = ["Calibrator", "FusedCalibrator", "load_calibrator"]
+__all__ = ["Calibrator", "load_calibrator"]
 
 # A fit to at most so many takes one thread. Its passes over the rows are short, and on a busy machine the threads of
 # OpenMP would wait for each other longer than they compute.
@@ -150,20 +150,33 @@ class Calibrator(Fitted):
             self.warnings_ = tuple(self._fit_warnings(of_fit))
         return rows
 
-    def as_module(self) -> torch.nn.Module:
+    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """The fitted map as a module, to append to a network.
 
         It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
         [...] to calibrated logits.
+
+        Args:
+            fused: the compiled operator, if the map has one; False computes in torch's own operators, for exporters
+                that support only these.
 
         Returns:
             The module, without parameters to train.
 
         Raises:
             NotFittedError: call ``fit`` or ``load`` first.
+            TypeError: ``fused`` is no bool.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> network = torch.nn.Sequential(torch.nn.Linear(5, 2), calibrator.as_module())
+            >>> network(torch.ones(1, 5)).exp().sum().round(decimals=4).item()
+            1.0
         """
         self._check_fitted()
-        return self._placed(self._module(one_logit=self.one_logit_))
+        flag(type(self).__name__, "fused", fused)
+        return self._placed(self._module(fused, one_logit=self.one_logit_))
 
     def save(self, path: str | os.PathLike[str], *, evidence: Mapping[str, Any] | None = None) -> None:
         """Write the fitted calibrator as JSON. The write is atomic: after an error an existing file is unchanged.
@@ -262,7 +275,7 @@ class Calibrator(Fitted):
         """Fits to the rows and returns the fitted attributes by name."""
         raise NotImplementedError
 
-    def _module(self, *, one_logit: bool = False) -> torch.nn.Module:
+    def _module(self, fused: bool = True, *, one_logit: bool = False) -> torch.nn.Module:
         """The fitted map before the floor, as :meth:`as_module` returns it."""
         raise NotImplementedError
 
@@ -276,39 +289,6 @@ class Calibrator(Fitted):
     def _warnings_of(self, class_counts: Tensor) -> Iterable[str]:
         """The warnings of :meth:`_fit_warnings` that need only the number of rows per class [C]."""
         return ()
-
-
-class FusedCalibrator(Calibrator):
-    """A calibrator whose module has a compiled operator, and the same map in torch's own operators."""
-
-    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
-        """The fitted map as a module, to append to a network.
-
-        It maps logits [..., C] to calibrated log-probabilities; after a fit on one logit per row, it maps logits
-        [...] to calibrated logits.
-
-        Args:
-            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
-                these.
-
-        Returns:
-            The module, without parameters to train.
-
-        Raises:
-            NotFittedError: call ``fit`` or ``load`` first.
-
-        Example:
-            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
-            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
-            >>> network = torch.nn.Sequential(torch.nn.Linear(5, 2), calibrator.as_module())
-            >>> network(torch.ones(1, 5)).exp().sum().round(decimals=4).item()
-            1.0
-        """
-        self._check_fitted()
-        return self._placed(self._module(fused, one_logit=self.one_logit_))
-
-    def _module(self, fused: bool = True, *, one_logit: bool = False) -> torch.nn.Module:
-        raise NotImplementedError
 
 
 def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import MOST_BINS, integer
 from focalkern._types import PROPER, InputKind
-from focalkern.calibrators._base import FusedCalibrator
+from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class, cannot_occur_after, scaled
@@ -26,7 +26,7 @@ Binning = Literal["equal_width", "equal_mass"]
 _BINNINGS: tuple[Binning, ...] = get_args(Binning)
 
 
-class HistogramBinning(FusedCalibrator):
+class HistogramBinning(Calibrator):
     r"""Histogram binning of the top class: a confidence becomes the accuracy of its bin.
 
     .. math::

@@ -80,7 +80,7 @@ class IsotonicCalibration(Calibrator):
 
     # -- private ------------------------------------------------------------------------------------------------
 
-    def _module(self, *, one_logit: bool = False) -> IsotonicLogProbs:
+    def _module(self, fused: bool = True, *, one_logit: bool = False) -> IsotonicLogProbs:
         return IsotonicLogProbs(self.steps_, self.epsilon_, self.input_kind, one_logit=one_logit)
 
     def _fit(self, rows: FitData) -> dict[str, Any]:

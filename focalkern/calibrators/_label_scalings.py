@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._base import Calibrator, FusedCalibrator
+from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._modules import CalibratedLogits
 from focalkern.calibrators._warnings import call_with_floor
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -72,6 +72,4 @@ def module_of_label(scaling: Calibrator | None, kind: InputKind, *, fused: bool)
     """The same map as a module from one logit (or probability) per sample to the calibrated logit."""
     if scaling is None:
         return CalibratedLogits(0.0, 1.0, kind, fused=fused)
-    if isinstance(scaling, FusedCalibrator):
-        return scaling._module(fused, one_logit=True)
-    return scaling._module(one_logit=True)
+    return scaling._module(fused, one_logit=True)

@@ -86,8 +86,10 @@ class RobustTemperatureScaling(FitsBatches):
     def _keeps_predictions(self) -> bool:
         return True
 
-    def _module(self, *, one_logit: bool = False) -> FlooredLogProbs:
-        return FlooredLogProbs(self.temperature_, self.floor_, self.input_kind, masks=self.masks_, one_logit=one_logit)
+    def _module(self, fused: bool = True, *, one_logit: bool = False) -> FlooredLogProbs:
+        return FlooredLogProbs(
+            self.temperature_, self.floor_, self.input_kind, masks=self.masks_, one_logit=one_logit, fused=fused
+        )
 
     def _fit(self, rows: FitData) -> dict[str, Any]:
         return self._fit_source(rows_of(rows))

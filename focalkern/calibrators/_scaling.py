@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern._types import CRITERIA, LOSS_NAMES, PROPER, Criterion, Estimator, InputKind, Proper
-from focalkern.calibrators._base import FusedCalibrator
+from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._fitted import Layout
@@ -38,7 +38,7 @@ from focalkern.ops.calibration_map import focal_calibration_map
 __all__ = ["Scaling"]
 
 
-class Scaling(FusedCalibrator):
+class Scaling(Calibrator):
     """Base of both scalings, which differ only in the gammas that they search."""
 
     _parameter_names: ClassVar[tuple[str, ...]] = (

@@ -152,7 +152,7 @@ class SplineScaling(FitsBatches):
     def _keeps_predictions(self) -> bool:
         return self.kind == "scalar" and self.keep_order is not False
 
-    def _module(self, *, one_logit: bool = False) -> SplineLogProbs:
+    def _module(self, fused: bool = True, *, one_logit: bool = False) -> SplineLogProbs:
         of = vars(self)
         names = ("knots_", "values_", "weight_", "bias_")
         knots, values, weight, bias = (None if of[name] is None else torch.from_numpy(of[name]) for name in names)
@@ -169,6 +169,7 @@ class SplineScaling(FitsBatches):
             masks=of["masks_"],
             keep_order=self._keeps_predictions(),
             one_logit=one_logit,
+            fused=fused,
         )
 
     def _fit(self, rows: FitData) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def as_scores(input: Tensor, input_kind: str) -> Tensor:
 
 def floored(scores: Tensor, temperature: float, floor: float) -> Tensor:
     """(1 - e) softmax(z / T) + e / C."""
-    return (scores / temperature).softmax(-1) * (1 - floor) + floor / scores.shape[-1]
+    # A tensor, because a tracer sees C as an integer tensor: a number divided by it would be float32.
+    share = scores.new_full((), floor) / scores.shape[-1]
+    return (scores / temperature).softmax(-1) * (1 - floor) + share
 
 
 def log_odds(probs: Tensor, x: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ class FlooredLogProbs(RowMap):
         masks: whether a logit of -inf means probability 0, not e / C.
         keep_order: correct the rounding of nearly equal classes so that their order is kept.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
+        fused: the compiled operator; False computes in torch's own operators, for exporters that support only these.
+            In these, rounding may exchange nearly equal classes.
 
     Source: Guo et al. 2017 (arXiv 1706.04599); the floor of Berta et al., AISTATS 2026 (arXiv 2511.03685).
     """
@@ -43,8 +45,10 @@ class FlooredLogProbs(RowMap):
         masks: bool = True,
         keep_order: bool = True,
         one_logit: bool = False,
+        fused: bool = True,
     ) -> None:
         super().__init__()
+        self.fused = fused
         self.temperature, self.floor = float(temperature), float(floor)
         self.input_kind, self.masks, self.keep_order, self.one_logit = input_kind, masks, keep_order, one_logit
 
@@ -56,7 +60,7 @@ class FlooredLogProbs(RowMap):
 
     def mapped(self, input: Tensor, *, log: bool) -> Tensor:
         """Log-probabilities [..., C], or probabilities, by the operator of the map."""
-        if torch.compiler.is_compiling() or exports_to_onnx():
+        if not self.fused or torch.compiler.is_compiling() or exports_to_onnx():
             log_probs = self._plain(input)
             return log_probs if log else log_probs.exp()
         return map_by_pieces(input, *self.arguments(), log=log)
@@ -107,7 +111,7 @@ class SplineLogProbs(FlooredLogProbs):
         knots, values: [m], the knots of the spline and its values at them.
         weight: v [C], the diagonal of W, or W [C, C]; None is 0.
         bias: b [C]; None is 0.
-        input_kind, masks, one_logit: as :class:`FlooredLogProbs`.
+        input_kind, masks, one_logit, fused: as :class:`FlooredLogProbs`.
         keep_order: correct the rounding of nearly equal classes so that their order is kept; the curve must keep it.
 
     Source: a generalised additive model (Hastie & Tibshirani 1990) on the features of structured scaling (Berta et al.,
@@ -135,8 +139,11 @@ class SplineLogProbs(FlooredLogProbs):
         masks: bool = True,
         keep_order: bool = False,
         one_logit: bool = False,
+        fused: bool = True,
     ) -> None:
-        super().__init__(temperature, floor, input_kind, masks=masks, keep_order=keep_order, one_logit=one_logit)
+        super().__init__(
+            temperature, floor, input_kind, masks=masks, keep_order=keep_order, one_logit=one_logit, fused=fused
+        )
         self.slope = float(slope)
         self.weight = self.bias = None
         for name, value in (("knots", knots), ("values", values), ("weight", weight), ("bias", bias)):

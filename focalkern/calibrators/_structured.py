@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focalkern._checks import flag, number
 from focalkern._types import InputKind
-from focalkern.calibrators._base import FusedCalibrator
+from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._inputs import cannot_occur
@@ -36,7 +36,7 @@ _Found = tuple[str, float, Tensor, Tensor]
 """Name of the solver; temperature, weight and bias."""
 
 
-class StructuredScaling(FusedCalibrator):
+class StructuredScaling(Calibrator):
     r"""Structured vector or matrix scaling: regularised logistic regression on temperature-scaled log-probabilities.
 
     .. math::

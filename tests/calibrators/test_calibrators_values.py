@@ -146,7 +146,7 @@ def test_modules_of_torch_operations_give_nan_for_a_row_that_is_no_distribution(
     logits, target = sample()
     calibrator = EVERY[name]().fit(logits, target)
     assert calibrator._invalid_rows_are() == "nan"
-    module = calibrator.as_module() if name == "isotonic" else calibrator.as_module(fused=False)
+    module = calibrator.as_module(fused=False)
     bad = logits.clone()
     bad[0, 1], bad[1, 2], bad[2] = math.nan, math.inf, -math.inf
     bad[3], bad[3, 4] = -math.inf, math.nan
@@ -155,6 +155,28 @@ def test_modules_of_torch_operations_give_nan_for_a_row_that_is_no_distribution(
     assert bool(found[:5].isnan().any(-1).all())
     assert torch.equal(found[5:], module(logits[5:]))
     assert not bool(found[5:].isnan().any())
+
+
+@kinds
+@pytest.mark.parametrize("name", [*EVERY, "robust temperature", "spline", "default"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
+def test_every_module_computes_in_torch_operations_if_asked(name, kind):
+    makes = {
+        **EVERY,
+        "robust temperature": fk.RobustTemperatureScaling,
+        "spline": lambda **options: fk.SplineScaling(kind="matrix", **options),
+        "default": fk.AutoCalibrator,
+    }
+    logits, target = sample(800)
+    input = of_kind(logits, kind)
+    calibrator = makes[name](input_kind=kind).fit(input, target)
+    module = calibrator.as_module(fused=False)
+    assert_close(module(input).exp(), calibrator.predict_proba(input))
+    traced = torch.jit.trace(module, input)
+    assert_close(traced(input[:7]), module(input[:7]))
+    assert {node.kind().split("::")[0] for node in traced.inlined_graph.nodes()} <= {"aten", "prim"}
+    with pytest.raises(TypeError, match=f"^{type(calibrator).__name__}: fused must be a bool, got int"):
+        calibrator.as_module(fused=1)
 
 
 @kinds
