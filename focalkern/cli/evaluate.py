@@ -10,7 +10,8 @@ from focalkern.calibrators import load_calibrator
 from focalkern.cli._formats import FORMATS_HELP
 from focalkern.cli._notes import print_note
 from focalkern.cli._options import add_input_arguments, at_least_one, locate
-from focalkern.files import read_sets
+from focalkern.files import InputError, read_sets
+from focalkern.files.paths import NamedFiles
 from focalkern.study import evaluate_rows, stream_sets, wants_streaming
 
 __all__ = ["add_parser"]
@@ -35,6 +36,10 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         import tabulate  # noqa: F401  # an extra; main reports its absence
+    names = arguments.input.names if isinstance(arguments.input, NamedFiles) else [arguments.input]
+    saved = next((name for name in names if name.endswith(".json")), None)
+    if saved is not None:  # as apply takes it
+        raise InputError(f"{saved}: expected a file of logits, found .json; pass a calibrator as --calibrator {saved}")
     locate(arguments, "input", "labels")
     calibrator = None if arguments.calibrator is None else load_calibrator(arguments.calibrator)
     options = {

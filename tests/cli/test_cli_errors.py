@@ -37,6 +37,7 @@ def one_line(code, out, err):
         (("calibrate",), "the following arguments are required: VAL"),
         (("calibrate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
         (("evaluate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
+        (("evaluate", "calibrator.json", "SINGLE"), "found .json; pass a calibrator as --calibrator calibrator.json"),
         (("calibrate", "BOTH", "--split", "0.5"), "expected one set to split, found val_* and test_*"),
         (
             ("calibrate", "SINGLE", "--split", "0.5", "--test", "BOTH"),
