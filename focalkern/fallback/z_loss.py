@@ -99,6 +99,9 @@ def _on_device(
 def _sum(loss: Tensor, terms: Tensor, saved: Tensor, reduction: int) -> Tensor:
     """The loss with a term per row, reduced like it."""
     if REDUCTIONS[reduction] == "none":
-        return (loss + terms.reshape(loss.shape)).to(loss.dtype)
-    total = terms.sum(dtype=torch.float64)
-    return (loss + (total / saved[-1] if REDUCTIONS[reduction] == "mean" else total)).to(loss.dtype)
+        found = loss + terms.reshape(loss.shape)
+    else:
+        total = terms.sum(dtype=torch.float64)
+        found = loss + (total / saved[-1] if REDUCTIONS[reduction] == "mean" else total)
+    # Graphs of torch 2.11 lose the gradient of a tensor that has two names, as after a conversion to its own dtype.
+    return found if found.dtype == loss.dtype else found.to(loss.dtype)
