@@ -97,7 +97,7 @@ def test_another_search_and_bins_are_printed(both, run, tmp_path):
     assert code == 0
     assert "\nChosen (->): histogram binning\n" in out
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "there are 15 bins of equal mass" in page
+    assert "one of 15 bins of equal mass" in page
     assert "other calibrators may" in page
     with open(tmp_path / "report" / "table.csv", newline="") as stream:
         last = list(csv.DictReader(stream))[-1]

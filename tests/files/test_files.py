@@ -166,7 +166,7 @@ def rows(values, **cells):
         ({"logits": LOGITS, "labels": LABELS > 0}, "labels: expected integer class numbers, found bool"),
         ({"logits": LOGITS, "labels": LABELS[:3].copy()}, "expected [N] = [4] to go with logits [4, 3], found [3]"),
         ({"logits": LOGITS, "labels": LABELS[:, None].copy()}, "found [4, 1]"),
-        ({"logits": LOGITS, "labels": LABELS + 1}, "expected class numbers from 0 to 2, found 3 in row 1"),
+        ({"logits": LOGITS, "labels": LABELS + 1}, "not from 1 to 3 (save labels - 1), found 3 in row 1"),
         ({"logits": LOGITS, "labels": rows(LABELS, r0=-1)}, "found -1 in row 0"),
         ({"logits": LOGITS, "labels": rows(LABELS, r3=-100)}, "found -100 in row 3"),
         ({"logits": rows(LOGITS, r2=np.nan), "labels": LABELS}, "found NaN in row 2"),
