@@ -237,7 +237,9 @@ def _recording() -> Iterator[None]:
             for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
                 stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
             # The hooks of a checkpoint around the loss would run all of it again to unpack what is saved here.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            # Transforms of torch.func refuse hooks.
+            if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         yield
 
 
