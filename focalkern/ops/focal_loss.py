@@ -155,8 +155,9 @@ def focal_loss(
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
         autocast; with class probabilities of another dtype, what the two promote to). Differentiable to any order in
-        ``input``, class-probability ``target`` and tensor ``gamma``. With ``return_stats=True`` a
-        :class:`LossWithStats` (loss, stats).
+        ``input``, class-probability ``target`` and tensor ``gamma``. (In plain torch, without the kernels, second
+        derivatives in float32 are wrong where a label's probability is within 1e-6 of 1: pass float64 logits.) With
+        ``return_stats=True`` a :class:`LossWithStats` (loss, stats).
 
     Raises:
         TypeError: dtype or kind of an argument.
