@@ -169,8 +169,7 @@ class HistogramBinning(Calibrator):
                 "infinite (fewer bins, n_bins, or a scaling alone)"
             )
         if self.scaling_ is not None and self.scaling_.at_border_:
-            words = ", and ".join(self.scaling_.at_border_)
-            warnings.append(f"of the scaling, {words} (extend its temperatures and gammas)")
+            warnings.append(f"of the scaling, {self.scaling_.warnings_[0]}")  # the bound, with its remedy
         scaling = TemperatureScaling(input_kind=self.input_kind) if self.scaling is None else self.scaling
         worse = worse_than_uncalibrated(
             rows,

@@ -14,6 +14,7 @@ from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._isotonic_module import IsotonicLogProbs
 from focalkern.calibrators._parameters import LOGITS
+from focalkern.calibrators._temperature_bound import no_error_warnings
 from focalkern.calibrators._warnings import few_by_weight, unseen_classes, worse_than_uncalibrated
 
 __all__ = ["IsotonicCalibration"]
@@ -115,7 +116,7 @@ class IsotonicCalibration(Calibrator):
     def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "more rows, or TemperatureScaling"
         worse = worse_than_uncalibrated(rows, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy)
-        return [*few_by_weight(rows), *super()._fit_warnings(rows), *worse]
+        return [*few_by_weight(rows), *super()._fit_warnings(rows), *no_error_warnings(rows), *worse]
 
     def _warnings_of(self, class_counts: Tensor) -> list[str]:
         return unseen_classes(class_counts, self.classes_, "TemperatureScaling")

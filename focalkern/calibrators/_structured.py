@@ -17,6 +17,7 @@ from focalkern.calibrators._newton_search import check_finite_nll, minimize_foca
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._probmetrics import fit_structured
 from focalkern.calibrators._structured_module import StructuredLogProbs
+from focalkern.calibrators._temperature_bound import no_error_warnings
 from focalkern.calibrators._warnings import few_by_weight, unseen_classes, worse_than_uncalibrated
 
 __all__ = ["Solver", "Structure", "StructuredScaling"]
@@ -220,7 +221,7 @@ class StructuredScaling(Calibrator):
     def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
         worse = worse_than_uncalibrated(rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy)
-        return [*few_by_weight(rows), *super()._fit_warnings(rows), *worse]
+        return [*few_by_weight(rows), *super()._fit_warnings(rows), *no_error_warnings(rows), *worse]
 
     def _warnings_of(self, class_counts: Tensor) -> list[str]:
         return unseen_classes(class_counts, self.classes_, "TemperatureScaling")

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from focalkern._checks import count_rows
 from focalkern._types import InputKind
-from focalkern.calibrators._row_source import RowSource
+from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._search import TEMPERATURE_BOUNDS
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -16,6 +17,7 @@ __all__ = [
     "describe_bound",
     "justified_confidence",
     "limit_warnings",
+    "no_error_warnings",
     "no_row_is_wrong",
     "succession_bound",
 ]
@@ -121,4 +123,14 @@ def limit_warnings(limit: float | None) -> list[str]:
     return [
         f"no row of fit is wrong, so fit raises the mean confidence to {limit:.4g} at most (fit on more rows, some of "
         "them wrong)"
+    ]
+
+
+def no_error_warnings(rows: FitData) -> list[str]:
+    """The warning of a fit to rows without an error, for calibrators whose epsilon limits the confidence."""
+    if not no_row_is_wrong(rows_of(rows)):
+        return []
+    return [
+        "no row of fit is wrong, so the rows give no upper limit of the confidence (fit on more rows, some of them "
+        "wrong)"
     ]

@@ -112,6 +112,31 @@ def test_batches_weights_and_the_place_of_the_rows(name):
     assert not any("no row" in words for words in METHODS[name]().fit(logits, target).warnings_)
 
 
+RICH = {
+    "vector": lambda: fk.StructuredScaling(kind="vector", solver="lbfgs"),
+    "matrix": lambda: fk.StructuredScaling(solver="lbfgs"),
+    "focal": lambda: fk.StructuredScaling(focal=True, solver="lbfgs"),
+    "isotonic": fk.IsotonicCalibration,
+}
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0, 20.0])
+@pytest.mark.parametrize("name", RICH)
+def test_the_epsilon_of_other_calibrators_bounds_the_confidence(name, scale):
+    """The floor 1 / (N + 1) is close to Laplace's bound; these calibrators have their own curve, and warn."""
+    logits, target = all_right(100, scale=scale)
+    with pytest.warns(fk.CalibrationWarning, match="no row of fit is wrong, so the rows give no upper limit"):
+        fitted = RICH[name]().fit(logits, target)
+    assert mean_confidence(fitted.predict_proba(logits)) <= 101 / 102 + 0.003
+    target[0] = logits[0].argsort()[-2]
+    assert not any("no row" in words for words in RICH[name]().fit_quietly(logits, target).warnings_)
+
+
+def test_histogram_binning_gives_the_remedy_of_its_scaling():
+    fitted = fk.HistogramBinning(scaling=fk.TemperatureScaling()).fit_quietly(*all_right(100))
+    assert any(words.startswith("of the scaling, ") and "some wrong predictions" in words for words in fitted.warnings_)
+
+
 def test_the_selection_prefers_what_the_rows_can_show():
     """Temperature scaling for an under-confident network, else no calibration; a verdict on that names the reason."""
     for margin, chosen in ((2.0, "temperature"), (9.0, "none")):
