@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._tracing import constant_in_graphs
 from focalkern._types import FLOATS, REDUCTIONS
 
 __all__ = [
@@ -127,9 +128,19 @@ def parsed_int(text: str) -> int:
 
 
 def reduction_code(op: str, reduction: Any) -> int:
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+    """The number of a reduction in the compiled module."""
+    code = _code_of(reduction)
+    if code < 0:
         raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {short(reduction)}")
-    return REDUCTIONS.index(reduction)
+    return code
+
+
+@constant_in_graphs
+def _code_of(reduction: Any) -> int:
+    return _CODES.get(reduction, -1) if isinstance(reduction, str) else -1
+
+
+_CODES: dict[str, int] = {name: code for code, name in enumerate(REDUCTIONS)}
 
 
 def flag(op: str, name: str, value: Any) -> bool:

@@ -1,19 +1,33 @@
 """Who sees torch's operations beside the caller: compiled graphs, dispatch modes and torch.func."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
 from focalkern._types import PLAIN_TENSORS
 
-__all__ = ["are_kept", "are_seen", "are_traced", "has_values", "is_fake", "is_readable"]
+__all__ = ["are_kept", "are_seen", "are_traced", "constant_in_graphs", "has_values", "is_fake", "is_readable"]
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
 _key = torch._C._TorchDispatchModeKey
 # The modes of selective activation checkpointing in the forward pass and in the recomputation. Their names are private.
 _names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 _KEEPING: tuple[type, ...] = tuple(
     getattr(torch.utils.checkpoint, name) for name in _names if hasattr(torch.utils.checkpoint, name)
 )
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Marks a function of constants: torch.compile runs it and keeps its result in the graph.
+
+    Before each call a graph checks every global that was read for it, which takes a visible part of a small call, but
+    not those that a marked function reads. torch.compiler.assume_constant_result does the same; importing it would load
+    all of torch.compile."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def are_seen() -> bool:

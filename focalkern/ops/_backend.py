@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from focalkern._tracing import constant_in_graphs
 from focalkern.reference._softmax_losses import take_numbers
 
 __all__ = ["backend_for", "build_info"]
@@ -208,6 +209,7 @@ _built_for, _module, _kind, _why = _choose()
 _CUDA: str | None = _built_for.CUDA if _built_for is not None and _module.build_info()["cuda"] else None
 # The compiled module has kernels for these; on the meta device it computes shapes.
 _DEVICES = () if _module is None else ("cpu", "cuda", "meta") if _CUDA else ("cpu", "meta")
+_ON_CPU = "cpu" in _DEVICES
 _warned = False
 # Imported after the compiled module, which must be the first to define the operator library focalkern.
 fallback = importlib.import_module("focalkern.fallback")
@@ -233,7 +235,7 @@ def backend_for(tensor: Tensor) -> Any:
 def has_kernels(tensor: Tensor) -> bool:
     """Whether the compiled module computes on this tensor's device."""
     # Reading tensor.device takes as long as all other checks of a call; is_cpu is cheaper.
-    return (tensor.is_cpu and "cpu" in _DEVICES) or tensor.device.type in _DEVICES or _say_why(tensor.device.type)
+    return (_ON_CPU and tensor.is_cpu) or tensor.device.type in _DEVICES or _say_why(tensor.device.type)
 
 
 def module_or_fallback() -> Any:
@@ -241,6 +243,7 @@ def module_or_fallback() -> Any:
     return _module or fallback
 
 
+@constant_in_graphs
 def _say_why(device_type: str) -> Literal[False]:
     """Warns once with the reason for plain torch; raises if FOCALKERN_KERNELS=require."""
     global _warned
@@ -264,11 +267,6 @@ def _say_why(device_type: str) -> Literal[False]:
             stacklevel=5,
         )
     return False
-
-
-# The mark of torch.compiler.assume_constant_result, whose import would load all of torch.compile: the tracer runs the
-# function and keeps its result.
-_say_why._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def build_info() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,12 +10,14 @@ from torch.overrides import has_torch_function
 
 from focalkern._checks import finite, flag, label, number, one_of, reduction_code, reworded
 from focalkern._devices import autocast_is_on, has_float64
-from focalkern._types import HALVES, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
+from focalkern._tracing import constant_in_graphs
+from focalkern._types import PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.reference._softmax_losses import ROW_LOSSES, number_of, row_loss_of
 
 __all__ = [
+    "FOCAL",
     "MOST_SMOOTHING",
     "Modulation",
     "call_operator",
@@ -33,10 +35,10 @@ Modulation = Literal["confidence"]
 
 MOST_SMOOTHING = 0.5  # with more label smoothing, float32 logits are computed in float64
 
-_FOCAL = number_of("focal_loss")
+FOCAL = number_of("focal_loss")
 _MEAN = 1
 _MOST_IN_ONE_CALL = 1 << 16  # logits
-_HAS_BOTH = hasattr(torch.ops.focalkern, "focal_loss_with_gradient")
+_loss_with_gradient: Any = getattr(torch.ops.focalkern, "focal_loss_with_gradient", None)
 
 
 def finite_number(op: str, name: str, value: object, low: float = -math.inf) -> float:
@@ -163,13 +165,13 @@ def call_operator(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
-    kind: int = _FOCAL,
-    epsilon: float = 0.0,
+    kind: int,
+    epsilon: float,
 ) -> Tensor:
     """The call through torch's dispatcher, for compiled and exported graphs and tensor subclasses, which see only
-    operators."""
+    operators. A compiled graph checks before each call the names that are read here, so there are few."""
     device_type = input.device.type
-    is_half = input.dtype in HALVES
+    is_half = input.element_size() == 2
     float32_loss = is_half and autocast_is_on(device_type)
     if target.is_floating_point() and target.dtype != input.dtype:
         common = torch.promote_types(input.dtype, target.dtype)
@@ -177,17 +179,24 @@ def call_operator(
             input = input.to(common)
         float32_loss = is_half and common == torch.float32
     options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
-    # A tensor, not a constant of the graph, so that another value does not compile again.
-    gamma_tensor = gamma if isinstance(gamma, Tensor) else torch.zeros((), dtype=torch.float64, device="cpu") + gamma
-    has_kernel = row_loss_of(kind).has_kernel(label_smoothing, device_type)
-    if torch._C._are_functorch_transforms_active() or not has_kernel:
-        return torch.ops.focalkern.focal_loss_composite(input, target, gamma_tensor, edges, weight, *options)
-    if not isinstance(gamma, Tensor) and _computes_gradient(input, target, gamma, reduction):
-        numbers = (reduction, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
-        loss, _ = torch.ops.focalkern.focal_loss_with_gradient(input, target, float(gamma), weight, *numbers)
-        return loss
-    loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma_tensor, edges, weight, *options)
+    has_kernel = label_smoothing == 0 or _smooths_on(kind, device_type)
+    is_transformed = torch._C._are_functorch_transforms_active()
+    if not isinstance(gamma, Tensor):
+        if has_kernel and not is_transformed and _computes_gradient(input, target, gamma, reduction):
+            numbers = (reduction, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
+            loss, _ = _loss_with_gradient(input, target, float(gamma), weight, *numbers)
+            return loss
+        # A tensor, not a constant of the graph, so that another value does not compile again.
+        gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
+    if is_transformed or not has_kernel:
+        return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
+    loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
     return loss
+
+
+@constant_in_graphs
+def _smooths_on(kind: int, device_type: str) -> bool:
+    return row_loss_of(kind).smooths_on(device_type)
 
 
 def _computes_gradient(input: Tensor, target: Tensor, gamma: float, reduction: int) -> bool:
@@ -195,20 +204,26 @@ def _computes_gradient(input: Tensor, target: Tensor, gamma: float, reduction: i
 
     For small batches on the CPU the second call of an operator takes more time than the multiplication. In half
     precision a gradient that is not yet scaled would lose digits."""
-    if not (_HAS_BOTH and torch.compiler.is_compiling()):
+    most = _most_in_one_call(reduction) if torch.compiler.is_compiling() else 0
+    if not most:
         return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # its import takes long
 
     return (
-        # torch.compiler.is_exporting is always true in a compiled graph of torch 2.11.
-        not getattr(torch.compiler, "_is_exporting_flag", False)
-        and torch.is_grad_enabled()
+        torch.is_grad_enabled()
         and input.is_cpu
         and input.requires_grad
         and not target.requires_grad
-        and input.dtype in (torch.float32, torch.float64)
-        and reduction >= _MEAN
+        and input.element_size() > 2
         # A number that may change without a compilation is neither.
         and (statically_known_true(gamma < 1) or statically_known_true(gamma >= 1))
-        and statically_known_true(input.numel() <= _MOST_IN_ONE_CALL)
+        and statically_known_true(input.numel() <= most)
     )
+
+
+@constant_in_graphs
+def _most_in_one_call(reduction: int) -> int:
+    """The largest number of logits for which one operator of a compiled graph computes loss and gradient."""
+    # torch.compiler.is_exporting is always true in a compiled graph of torch 2.11.
+    is_exported = getattr(torch.compiler, "_is_exporting_flag", False)
+    return 0 if _loss_with_gradient is None or is_exported or reduction < _MEAN else _MOST_IN_ONE_CALL

@@ -17,6 +17,7 @@ from focalkern.ops._dtensor import is_dtensor, loss_over_mesh
 from focalkern.ops._loss_extras import loss_with_extras
 from focalkern.ops._loss_stats import LossWithStats
 from focalkern.ops._row_loss import (
+    FOCAL,
     MOST_SMOOTHING,
     Modulation,
     call_operator,
@@ -209,6 +210,7 @@ def focal_loss(
         options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
         return row_loss("focal_loss", _DFT, input, target, gamma, 0.0, *options)
     code = reduction_code("focal_loss", reduction)
+    more: tuple[int, float] | tuple[()] = ()
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
         function = backend_for(input).focal_loss
@@ -216,7 +218,10 @@ def focal_loss(
         check_tensor("focal_loss", "input", input)
         check_tensor("focal_loss", "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
-        function = call_operator if dispatched else backend_for(input).focal_loss
+        if dispatched:
+            function, more = call_operator, (FOCAL, 0.0)
+        else:
+            function = backend_for(input).focal_loss
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas
@@ -224,7 +229,7 @@ def focal_loss(
             gamma = gamma.detach()
     elif not compiling and (type(gamma) is not float or not STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
         gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value of gamma
-    arguments = (gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
+    arguments = (gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation, *more)
     is_smooth = type(label_smoothing) is not float or label_smoothing > MOST_SMOOTHING
     try:
         if is_smooth and needs_float64(input, target, label_smoothing):

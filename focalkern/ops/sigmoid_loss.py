@@ -10,7 +10,7 @@ from torch.overrides import has_torch_function
 from focalkern import fallback
 from focalkern._checks import label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, PLAIN_TENSORS, Reduction, ScoredTarget
+from focalkern._types import PLAIN_TENSORS, Reduction, ScoredTarget
 from focalkern.fallback.sigmoid_loss import check_scores
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._dtensor import is_dtensor, loss_of_elements_over_mesh
@@ -304,7 +304,7 @@ def _traced(
         gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
     if second is not None and not isinstance(second, Tensor):
         second = torch.zeros((), dtype=torch.float64, device="cpu") + second
-    is_half = input.dtype in HALVES
+    is_half = input.element_size() == 2
     float32_loss = is_half and autocast_is_on(input.device.type)
     options = (kind, constant, reduction, ignore_index, float32_loss)
     if torch._C._are_functorch_transforms_active():

@@ -284,7 +284,11 @@ class RowLossSpec:
 
     def has_kernel(self, label_smoothing: float, device_type: str) -> bool:
         """Whether the kernels for this device compute the loss of labels with this smoothing."""
-        return label_smoothing == 0 or self.soft_target or (self.smooths_on_cpu and device_type != "cuda")
+        return label_smoothing == 0 or self.smooths_on(device_type)
+
+    def smooths_on(self, device_type: str) -> bool:
+        """Whether the kernels for this device smooth the labels of the loss."""
+        return self.soft_target or (self.smooths_on_cpu and device_type != "cuda")
 
     def loss(
         self,

@@ -232,6 +232,32 @@ def test_two_operators_where_one_would_not_pay(dynamo, monkeypatch):
     assert names_of(z) == _APART
 
 
+@pytest.mark.parametrize("loss", [fk.focal_loss, fk.sigmoid_focal_loss])
+def test_a_graph_checks_no_table_before_each_call(dynamo, loss):
+    checked = []
+
+    def keep(guards):
+        checked.extend(guard.name for guard in guards)
+        return [True] * len(guards)
+
+    z, target = torch.randn(6, 5, requires_grad=True), torch.rand(6, 5)
+    compiled = torch.compile(
+        lambda: loss(z, target, reduction="mean"), backend="eager", options={"guard_filter_fn": keep}
+    )
+    assert_close(compiled(), loss(z, target, reduction="mean"))
+    assert any("focalkern" in name for name in checked)
+    assert not [name for name in checked if any(table in name for table in ("REDUCTIONS", "HALVES", "ROW_LOSSES"))]
+
+
+def test_errors_of_a_compiled_loss(dynamo):
+    z, target = torch.randn(6, 5), torch.randint(5, (6,))
+    compiled = torch.compile(fk.focal_loss, backend="eager")
+    with pytest.raises(ValueError, match=r"^focal_loss: reduction must be 'none', 'mean' or 'sum', got 'avg'$"):
+        compiled(z, target, reduction="avg")
+    with pytest.raises(TypeError, match=r"^focal_loss: gamma must be a number, a tensor or a GammaTable, got str$"):
+        compiled(z.requires_grad_(), target, gamma="2")
+
+
 @pytest.mark.kernels
 def test_the_operator_of_loss_and_gradient_is_differentiable(device):
     if device.type != "cpu":
