@@ -18,6 +18,7 @@ __all__ = [
     "MOST_RESAMPLES",
     "TO_FLOAT",
     "count_rows",
+    "counted",
     "dense",
     "finite",
     "flag",
@@ -262,4 +263,9 @@ def finite(op: str, name: str, value: Any, expected: str = "a number") -> float:
 
 def count_rows(count: int, kind: str = "") -> str:
     """``5,000 rows``; with the kind ``"test "`` it is ``1 test row``."""
-    return f"{count:,} {kind}row{'s' * (count != 1)}"
+    return counted(count, f"{kind}row")
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 bin`` or ``15 bins``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

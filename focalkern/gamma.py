@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from focalkern._checks import dense, short
+from focalkern._checks import counted, dense, short
 from focalkern._devices import on_device
 from focalkern._tracing import has_values, is_readable
 from focalkern._types import FLOATS
@@ -135,7 +135,7 @@ class GammaTable:
 
     def __repr__(self) -> str:
         if not has_values(self.edges):
-            return f"GammaTable({len(self)} bins)"
+            return f"GammaTable({counted(len(self), 'bin')})"
         return f"GammaTable(edges={self.edges.tolist()}, gammas={self.gammas.tolist()})"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._checks import MOST_BINS, integer
+from focalkern._checks import MOST_BINS, counted, integer
 from focalkern._types import PROPER, InputKind
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
@@ -165,8 +165,8 @@ class HistogramBinning(Calibrator):
         certain = int(((self.values_ == 1) & (self.counts_ > 0)).sum())
         if certain:
             warnings.append(
-                f"{certain} of {len(self.values_)} bins are always right, so that one mistake in them makes the NLL "
-                "infinite (fewer bins, n_bins, or a scaling alone)"
+                f"all rows of {certain} of {counted(len(self.values_), 'bin')} are right, so that one mistake "
+                "there makes the NLL infinite (fewer bins, n_bins, or a scaling alone)"
             )
         if self.scaling_ is not None and self.scaling_.at_border_:
             warnings.append(f"of the scaling, {self.scaling_.warnings_[0]}")  # the bound, with its remedy

@@ -219,8 +219,8 @@ class SplineScaling(FitsBatches):
         found = limit_warnings(self._limit)
         if self.weight_sum_ < _FEW_ROWS:
             found.append(
-                f"fitted on {self.weight_sum_:g} row{'s' * (self.weight_sum_ != 1)}, which say little (importance "
-                "weights should sum to (sum w)^2 / sum w^2; temperature scaling needs fewer rows)"
+                f"{self.weight_sum_:g} row{'s' * (self.weight_sum_ != 1)} of fit may be too few for a spline (fit on "
+                "more rows, or TemperatureScaling; importance weights should sum to (sum w)^2 / sum w^2)"
             )
         if self.kind != "scalar":
             found += unseen_classes(class_counts, self.classes_, "kind='scalar'")

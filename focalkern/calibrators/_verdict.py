@@ -184,14 +184,14 @@ def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
     warnings = describe_copies(cross_validation)
     if 1 < rows < _FEW_ROWS:
         warnings.append(
-            f"{rows} validation rows are few: another sample may lead to another choice"
+            f"{rows:,} validation rows are few: another sample may lead to another choice"
             if winner.keeps_predictions
-            else f"{rows} validation rows are few: on new rows {_name(winner)} can be worse than temperature scaling, "
-            "and keep_predictions=True is safer"
+            else f"{rows:,} validation rows are few: on new rows {_name(winner)} can be worse than temperature "
+            "scaling, and keep_predictions=True is safer"
         )
     elif cross_validation.folds > 0 and cross_validation.chosen != cross_validation.best and math.isfinite(winner.loss):
         best = cross_validation.entries[cross_validation.best]
-        warnings.append(f"{rows} validation rows are too few to tell {_name(winner)} from {_name(best)}")
+        warnings.append(f"{rows:,} validation rows are too few to tell {_name(winner)} from {_name(best)}")
     if cross_validation.chosen == 0 and any(entry.excluded == NO_ERRORS for entry in cross_validation.entries):
         warnings.append(
             "no validation row is wrong, so these rows cannot show that the confidence is too high (validate on more "

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from torch import Tensor
 
 from focalkern._arrays import with_tensors
-from focalkern._checks import finite, one_of, short
+from focalkern._checks import counted, finite, one_of, short
 from focalkern._types import LOSS_NAMES
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, plain_axes, wrapped
@@ -367,7 +367,7 @@ def colour_range(table: np.ndarray[Any, Any], criterion: str) -> tuple[float, fl
 
 def _criterion_name(grid: CalibrationGrid, criterion: str) -> str:
     if criterion in ("ece", "mce"):
-        return f"{criterion.upper()} ({grid.estimator}, {grid.n_bins} bins)"
+        return f"{criterion.upper()} ({grid.estimator}, {counted(grid.n_bins, 'bin')})"
     return LOSS_NAMES.get(criterion, criterion)
 
 

@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from focalkern._checks import counted
 from focalkern.metrics import ReliabilityBins
 from focalkern.plots._bands import ReliabilityBands, reliability_bands
 from focalkern.plots._figure import (
@@ -216,7 +217,7 @@ def _reliability_panel(
             f"mean confidence {float((weight * confidence).sum() / samples):.4f}"
         )
     lines = [
-        f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}, {bins.n_bins} bins)",
+        f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}, {counted(bins.n_bins, 'bin')})",
         means,
         f"{bins.n_samples:,} sample{'s' * (bins.n_samples != 1)}; {_largest_gap(gap, count)}",
     ]

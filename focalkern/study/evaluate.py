@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from focalkern._checks import count_rows, short
+from focalkern._checks import count_rows, counted, short
 from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling, RobustTemperatureScaling
 from focalkern.files import InputError, LogitSet
 from focalkern.files.inputs import UnlabelledRows
@@ -44,7 +44,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         source = describe_source(self.samples, describe_samples(self.samples))
-        return f"{source}; {self.n_bins} bins\n\n{format_table(self.results)}"
+        return f"{source}; {counted(self.n_bins, 'bin')}\n\n{format_table(self.results)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The evaluation as data for ``json.dumps``.

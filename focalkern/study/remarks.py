@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from focalkern._checks import count_rows
+from focalkern._checks import count_rows, counted
 from focalkern._diagnostics import input_notes, input_problems
 from focalkern.files import LogitSet
 from focalkern.study.intervals import DEFAULT_RESAMPLES
@@ -96,15 +96,16 @@ def remarks_on_samples(samples: Samples) -> list[str]:
 def _on_few_samples(comparison: Comparison) -> list[str]:
     """Remarks on too few samples per bin."""
     found, n_bins = [], comparison.grid.n_bins
+    bins = counted(n_bins, "bin")
     n_validation, n_test = len(comparison.validation), len(comparison.test)
     if n_validation < 20 * n_bins:
         found.append(
-            f"{count_rows(n_validation, 'validation ')} in {n_bins} bins {_are(n_validation)} about "
+            f"{count_rows(n_validation, 'validation ')} in {bins} {_are(n_validation)} about "
             f"{n_validation / n_bins:.2g} per bin: the ECE is mostly noise, and so is the ECE-optimal choice."
         )
     if not comparison.same_samples and n_test < 20 * n_bins:
         found.append(
-            f"{count_rows(n_test, 'test ')} in {n_bins} bins {_are(n_test)} about {n_test / n_bins:.2g} per bin: the "
+            f"{count_rows(n_test, 'test ')} in {bins} {_are(n_test)} about {n_test / n_bins:.2g} per bin: the "
             "ECE is mostly noise."
         )
     return found

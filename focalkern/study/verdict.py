@@ -70,7 +70,11 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
             )
         )
     else:
-        because = "The criterion is the ECE" if criterion == "ece" else "The options name it, without cross-validation"
+        because = (
+            "The criterion is the ECE"
+            if criterion == "ece"
+            else "The options name the calibrator, without cross-validation"
+        )
         if cross_validation is not None:
             loss, best = LOSS_NAMES[cross_validation.criterion], describe_method(cross_validation.winner.name)
             because += f"; the {loss} chooses {best}"
@@ -78,7 +82,8 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
         costs = _price(comparison, chosen)
         if now["nll"] > before["nll"]:
             warnings.append(
-                f"its NLL, {print_score(now['nll'])}, is higher than without calibration, {print_score(before['nll'])}"
+                f"the calibrator's NLL, {print_score(now['nll'])}, is higher than without calibration, "
+                f"{print_score(before['nll'])}"
             )
     accepts = "" if accept is None else str(accept)
     return Verdict(use, because, costs, tuple(warnings), optimistic, check_data=bool(problem), accepts=accepts)
@@ -111,7 +116,7 @@ def _with_parameters(result: CalibratorResult) -> str:
     name = describe_method(result.method)
     if result.binning is not None and result.method != "histogram":
         name += " and bins"
-    if result.method == "none" or result.temperature is None:
+    if result.method in ("none", "histogram") or result.temperature is None:
         return name
     at = at_bound(result)
     gamma = f"gamma = {result.gamma:.4g}{at['gamma']}, " if result.method == "focal-temperature" else ""

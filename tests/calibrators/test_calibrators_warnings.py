@@ -171,7 +171,7 @@ def test_bins_that_are_always_right_cause_a_warning():
     logits, target = sample(2000, temperature=1.0)
     logits, target = torch.cat([logits, torch.eye(5, dtype=torch.float64)[target] * 50]), torch.cat([target, target])
     words = said(HistogramBinning(n_bins=4), logits, target)
-    assert "1 of 4 bins are always right, so that one mistake in them makes the NLL infinite (fewer bins" in words
+    assert "all rows of 1 of 4 bins are right, so that one mistake there makes the NLL infinite (fewer bins" in words
     assert HistogramBinning(n_bins=1).fit(*sample(2000, n_classes=2, temperature=0.1)).warnings_ == ()
 
 
@@ -259,7 +259,9 @@ def test_a_choice_has_the_warnings_of_the_chosen_calibrator():
     target = torch.where(target == 2, 0, target)
     for calibrator in (fk.IsotonicCalibration(), fk.StructuredScaling(solver="lbfgs"), fk.SplineScaling(kind="vector")):
         alone = copy.deepcopy(calibrator).fit_quietly(logits, target)
-        assert any("no row of class 2, whose probability falls (fit on rows" in words for words in alone.warnings_)
+        assert any(
+            "fit has no row of class 2, so its probability falls (fit on rows" in words for words in alone.warnings_
+        )
         chosen = fk.AutoCalibrator(candidates={"only": calibrator}).fit_quietly(logits, target)
         assert chosen.chosen_ == "only"
         assert chosen.warnings_ == alone.warnings_

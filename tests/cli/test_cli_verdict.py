@@ -52,6 +52,17 @@ def test_a_forest_gets_a_calibrated_model(run, tmp_path):
     assert float(found.min()) > 0
 
 
+def test_bins_without_a_scaling_have_no_temperature_and_one_bin_is_no_plural(single, run, tmp_path):
+    options = ("--split", "0.5", "--bootstrap", "0", "--n-bins", "1", "--temperatures", "1:2:1", "--gammas", "0")
+    code, out, err = run("calibrate", single, *options, "--method", "histogram", "--out", tmp_path / "c.json")
+    assert (code, err) == (0, "")
+    assert out.startswith("Use histogram binning: NLL ")
+    assert "1 gamma x 2 temperatures from 1 to 2; ECE of 1 bin, equal_mass" in out
+    assert "The options name the calibrator, without cross-validation." in " ".join(out.split())
+    code, out, err = run("evaluate", single, "--n-bins", "1")
+    assert out.startswith("400 rows of 5 classes, logits: ") and out.splitlines()[0].endswith("; 1 bin")
+
+
 # -- accepted rows ---------------------------------------------------------------------------------------------------
 def test_the_rows_that_can_be_accepted_are_one_line_of_the_verdict(both, run):
     arguments = ("calibrate", both, "--bootstrap", "0")

@@ -167,7 +167,6 @@ def make_explorer(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
     return {
         "introduction": introduction,
         "scores": _SCORES,
-        "n_bins": comparison.grid.n_bins,
         "nearest": "" if curve is None else describe_nearest(curve, cells),
         "data": json.dumps(payload(comparison, cells, curve), allow_nan=False, separators=(",", ":")),
     }

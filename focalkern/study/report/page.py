@@ -11,6 +11,7 @@ from typing import Any
 
 from focalkern import metrics
 from focalkern._atomic import write_together
+from focalkern._checks import counted
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators import Calibrator, SplineScaling
 from focalkern.calibrators._spline_shown import describe_curve
@@ -167,7 +168,7 @@ def _curve(comparison: JudgedComparison, images: dict[str, bytes]) -> str:
 def _maps(comparison: JudgedComparison, images: dict[str, bytes]) -> list[tuple[str, bytes]]:
     """The maps of the grid with the names of their criteria."""
     grid = comparison.grid
-    words = {"ece": f"ECE ({grid.estimator}, {grid.n_bins} bins)", **LOSS_NAMES}
+    words = {"ece": f"ECE ({grid.estimator}, {counted(grid.n_bins, 'bin')})", **LOSS_NAMES}
     return [(words[name], images[f"grid_{name}.png"]) for name in grid.tables if f"grid_{name}.png" in images]
 
 

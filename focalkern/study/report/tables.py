@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from focalkern._checks import count_rows
+from focalkern._checks import count_rows, counted
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators import Search, SplineScaling
 from focalkern.study.report import html
@@ -192,8 +192,8 @@ def describe(comparison: Comparison) -> str:
     grid = comparison.grid
     low, high = float(grid.temperatures.min()), float(grid.temperatures.max())
     lines.append(
-        f"grid         {len(grid.gammas)} gammas x {len(grid.temperatures)} temperatures from {low:g} to {high:g}; "
-        f"ECE of {grid.n_bins} bins, {grid.estimator}"
+        f"grid         {counted(len(grid.gammas), 'gamma')} x {counted(len(grid.temperatures), 'temperature')} from "
+        f"{low:g} to {high:g}; ECE of {counted(grid.n_bins, 'bin')}, {grid.estimator}"
     )
     return "\n".join(lines)
 
@@ -208,16 +208,16 @@ def describe_search(comparison: Comparison) -> str:
         if result.binning is not None:
             besides.append(
                 f"For {result.label} each confidence becomes the accuracy of its bin, one of "
-                f"{len(result.binning.values_)} bins of {result.binning.binning.replace('_', ' ')}."
+                f"{counted(len(result.binning.values_), 'bin')} of {result.binning.binning.replace('_', ' ')}."
             )
         elif result.search != "grid" and result.scaling is not None:
             n_pairs = result.scaling.n_cells_
             besides.append(f"For {result.label} the search computed {n_pairs} pairs of gamma and T, also off the grid.")
     return (
-        f"{len(grid.gammas)} gammas ({gammas}) x {len(grid.temperatures)} temperatures from {low:g} to {high:g}, "
-        f"{len(grid.gammas) * len(grid.temperatures)} cells, each with its ECE ({grid.estimator}, {grid.n_bins} bins) "
-        f"and NLL {on_validation(comparison)}. Temperature scaling is the row gamma = 0."
-        f"{''.join(f' {words}' for words in besides)}"
+        f"{counted(len(grid.gammas), 'gamma')} ({gammas}) x {counted(len(grid.temperatures), 'temperature')} from "
+        f"{low:g} to {high:g}, {counted(len(grid.gammas) * len(grid.temperatures), 'cell')}, each with its ECE "
+        f"({grid.estimator}, {counted(grid.n_bins, 'bin')}) and NLL {on_validation(comparison)}. "
+        f"Temperature scaling is the row gamma = 0.{''.join(f' {words}' for words in besides)}"
     )
 
 
