@@ -1,9 +1,11 @@
 """The same comparison for many networks, resumable, on any executor."""
 
+import hashlib
 import importlib.util
 import json
 import os
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -26,7 +28,7 @@ from focalkern.files.samples import check_options
 from focalkern.study.compare import run_study
 from focalkern.study.engines import LocalPool, run_tasks
 from focalkern.study.report.export import finite_or_none
-from focalkern.study.report.sweep import METHODS, SCORES, Sweep, names_of
+from focalkern.study.report.sweep import METHODS, SCORES, Sweep
 from focalkern.study.split import check_alike
 from focalkern.study.study import Study
 
@@ -191,7 +193,7 @@ def run_sweep(
     if executor is not None and jobs != 1:
         raise ValueError(f"sweep: jobs must be 1 with an executor, which has its own workers, got {jobs}")
     kept = None if folder is None else Path(folder, "networks")
-    called = names_of(names)
+    called = _record_names(names)
     records: dict[str, dict[str, Any]] = {}
     if kept is not None:
         for name in names:
@@ -236,6 +238,17 @@ def run_sweep(
             pages["sweep.parquet"] = result.to_parquet()
         write_together(folder, pages)
     return result
+
+
+def _record_names(paths: Sequence[str]) -> dict[str, str]:
+    """A file name for the record of each path: that of the path, with a digest of the path if several have it."""
+    stems = {path: Path(path).stem for path in paths}
+    count = Counter(stems.values())
+
+    def digest(path: str) -> str:
+        return hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:12]
+
+    return {path: stem if count[stem] == 1 else f"{stem}-{digest(path)}" for path, stem in stems.items()}
 
 
 def _names(op: str, files: Any, storage_options: Mapping[str, Any] | None) -> list[str]:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -258,7 +259,34 @@ def test_naming_looks_at_each_path_once(monkeypatch):
     monkeypatch.setattr(report_sweep, "Path", lambda path: looks.append(path) or Path(path))
     names = report_sweep.names_of([f"{place}/{kind}.npz" for place in range(300) for kind in ("logits", place)])
     assert len(looks) == 600 and len(set(names.values())) == 600
-    assert names["7/7.npz"] == "7" and names["7/logits.npz"].startswith("logits-")
+    assert names["7/7.npz"] == "7" and names["7/logits.npz"] == "7/logits"
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/logits.npz", "b/logits.npz", "b/x.npz"], ["a/logits", "b/logits", "x"]),
+        (["r/a/val/logits.npz", "r/b/val/logits.npz"], ["a/val/logits", "b/val/logits"]),
+        (["logits.npz", "b/logits.npz"], ["logits", "b/logits"]),
+        (["s3://r/a/logits.npz", "/r/b/logits.npz"], ["a/logits", "b/logits"]),
+        (["logits.npz", "logits.pt"], ["logits.npz", "logits.pt"]),
+    ],
+)
+def test_equal_names_get_the_folders_that_distinguish_them(paths, names):
+    assert list(report_sweep.names_of(paths).values()) == names
+
+
+def test_networks_of_equal_names_are_told_apart_and_found_again(files, tmp_path, run):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        shutil.copy(files[0], tmp_path / folder / "logits.npz")
+    given = [tmp_path / folder / "logits.npz" for folder in ("a", "b")]
+    code, out, _ = run("sweep", *given, "--report", tmp_path / "report", "--jobs", "1")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if "/logits " in line] == ["a/logits", "b/logits"] * 2
+    assert "\na/logits," in (tmp_path / "report" / "sweep.csv").read_text()
+    _, _, err = run("sweep", *given, "--report", tmp_path / "report", "--jobs", "1")
+    assert err.count("(known)") == 2
 
 
 def test_without_pyarrow_there_is_no_parquet(files, tmp_path, monkeypatch):

@@ -1,12 +1,10 @@
 """The result of a sweep: tables of networks by methods, mean ranks, paired wins, as text, CSV and HTML."""
 
 import csv
-import hashlib
 import io
 import math
 import operator
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +41,19 @@ _COLUMNS = [
 
 
 def names_of(paths: Iterable[str]) -> dict[str, str]:
-    """A name for each path: the file name without folder and suffix, with a digest of the path if names are equal."""
-    stems = {path: Path(path).stem for path in paths}
-    count = Counter(stems.values())
-    return {path: stem if count[stem] == 1 else f"{stem}-{_digest(path)}" for path, stem in stems.items()}
-
-
-def _digest(path: str) -> str:
-    return hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:12]
+    """A name for each path: the file name without suffix. Equal names get the folders that distinguish them, as in
+    ``a/logits`` and ``b/logits``; if no folder does, they are the whole paths."""
+    names = {path: Path(path).stem for path in paths}
+    equal: dict[str, list[str]] = {}
+    for path, name in names.items():
+        equal.setdefault(name, []).append(path)
+    for name, group in equal.items():
+        if len(group) > 1:
+            parts = [(*path.split("/")[:-1], name) for path in group]
+            depths = range(2, max(map(len, parts)) + 1)
+            enough = next((depth for depth in depths if len({one[-depth:] for one in parts}) == len(group)), None)
+            names |= zip(group, group if enough is None else ("/".join(one[-enough:]) for one in parts), strict=True)
+    return names
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Sweep:
     """The result of :func:`focalkern.sweep`.
 
     Attributes:
-        networks: one record per usable file, in the order of the files: ``name`` (file name without folder), ``path``,
+        networks: one record per usable file, in the order of the files: ``name`` (of the file), ``path``,
             ``error`` (None), ``criterion``, ``n_validation``, ``n_test``, ``n_classes``, ``split`` (whether one set was
             halved), ``chosen`` (name of the calibrator), ``use`` (the recommendation), and ``figures``, the scores by
             method and name.
