@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from focalkern._checks import label, parsed_float, parsed_int
 from focalkern._types import INPUT_KINDS
 from focalkern.files import Hint, InputError
-from focalkern.files.paths import NamedFiles, located
+from focalkern.files.paths import NamedFiles, distinct, located
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 
 __all__ = [
@@ -51,7 +51,8 @@ class OneOrMany(argparse.Action):
     """Parser action for a file, or for several files to which the shell has expanded a pattern."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, values[0] if len(values) == 1 else NamedFiles(values))
+        names = distinct(values)
+        setattr(namespace, self.dest, names[0] if len(names) == 1 else NamedFiles(names))
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "Url",
     "beside",
     "check_file",
+    "distinct",
     "exists",
     "expanded",
     "files_of",
@@ -39,7 +40,8 @@ _DATA_SETS = (".parquet", ".zarr")
 
 
 class NamedFiles(str):
-    """Several names for one argument, for example from a pattern that the shell expanded. ``str()`` has first and last.
+    """Several names for one argument, for example from a pattern that the shell expanded, each once. ``str()`` has the
+    first and the last.
 
     Attributes:
         names: all names.
@@ -48,8 +50,10 @@ class NamedFiles(str):
     names: tuple[str, ...]
 
     def __new__(cls, names: Sequence[str]) -> "NamedFiles":
-        made = super().__new__(cls, f"{names[0]} ... {names[-1]} ({len(names)} files)")
-        made.names = tuple(names)
+        once = distinct(names)
+        text = f"{once[0]} ... {once[-1]} ({len(once)} files)" if len(once) > 1 else once[0]
+        made = super().__new__(cls, text)
+        made.names = tuple(once)
         return made
 
     def __getnewargs__(self) -> tuple[Sequence[str]]:  # type: ignore[override]  # str has another signature
@@ -149,7 +153,15 @@ def expanded(names: Iterable[str], storage_options: Mapping[str, Any] | None = N
         InputError: a list cannot be read, or a server does not answer.
     """
     places = [located(name, storage_options) for name in names]
-    return list(dict.fromkeys(str(file) for name in places for file in (files_of(name) or [name])))
+    return distinct(str(file) for name in places for file in (files_of(name) or [name]))
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """The names without those of a file that was named before: ``a.npz`` and ``./a.npz`` are one file."""
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(str(name) if is_url(name) else os.path.abspath(name), name)
+    return list(found.values())
 
 
 def matches(path: str) -> list[str]:
@@ -163,7 +175,7 @@ def matches(path: str) -> list[str]:
     if not is_several(path):
         check_file(path)
         return [path]
-    found = sorted({part for file in files_of(path) for part in _parts_of(file)}, key=_numbers)
+    found = sorted(distinct(part for file in files_of(path) for part in _parts_of(file)), key=_numbers)
     for file in found:
         check_file(file)
     if not found:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import focalkern as fk
-from focalkern.files.paths import expanded
+from focalkern.files.paths import NamedFiles, expanded, matches
 
 
 @pytest.fixture
@@ -28,6 +28,14 @@ def test_names_patterns_and_folders(folder):
     assert expanded(["runs/deep/[1].npz"]) == ["runs/deep/[1].npz"]
     assert expanded(["x.npz", "y*.npz", "runs/deep/e?"]) == ["x.npz", "y*.npz", "runs/deep/e?"]
     assert expanded(["runs/notes.txt"]) == ["runs/notes.txt"]
+
+
+def test_a_file_that_is_named_twice_is_read_once(folder):
+    twice = ["runs/a.npz", "./runs/a.npz", str(folder / "runs" / "a.npz"), "s3://r/a.npz", "s3://r/a.npz"]
+    assert expanded(twice) == ["runs/a.npz", "s3://r/a.npz"]
+    assert matches(NamedFiles(["runs/a.npz", "./runs/a.npz"])) == ["runs/a.npz"]
+    assert str(NamedFiles(["runs/a.npz", "./runs/a.npz"])) == "runs/a.npz"
+    assert str(NamedFiles(["runs/a.npz", "runs/c.CSV", "./runs/a.npz"])) == "runs/a.npz ... runs/c.CSV (2 files)"
 
 
 def test_a_list_of_files(folder):
