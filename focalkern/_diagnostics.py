@@ -3,7 +3,11 @@
 Every test compares with chance and skips small sets. Weak models, rare or missing labels and repeated rows cause no
 warning."""
 
+import contextlib
 import math
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +29,11 @@ __all__ = [
     "repeated_rows",
     "rows_digest",
     "sampled_parts",
+    "warn_outside",
 ]
+
+# Files whose lines no user wrote: this package, and the decorators of contextlib and torch.no_grad.
+_INSIDE = (str(Path(__file__).resolve().parent), contextlib.__file__, torch.utils._contextlib.__file__)
 
 # Sets with fewer rows are not tested.
 _ENOUGH = 50
@@ -44,6 +52,14 @@ _FEWEST_SHARED, _SHARED = 5, 0.05
 _SAMPLED_ROWS, _SAMPLED_NUMBERS, _SAMPLED_BLOCKS = 1 << 16, 1 << 21, 16
 # Permitted relative errors of the sum of a row: of any probabilities, and of those that are rounded to two digits.
 _EXACT, _ROUNDED = 1e-3, 0.05
+
+
+def warn_outside(message: str, category: type[Warning]) -> None:
+    """Emits a warning whose location is the first line outside this package."""
+    depth, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=depth)
 
 
 def likely_sum(logits: Tensor) -> int:

@@ -1,16 +1,14 @@
 """The warning of ``fit`` and two of its checks: a small sum of weights, and a result worse than no calibration."""
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._diagnostics import warn_outside
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._parameters import Parameters
@@ -25,8 +23,6 @@ __all__ = [
     "warn",
     "worse_than_uncalibrated",
 ]
-
-_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 UNMASKED = (
     "a row has its label at a logit of -inf, so such logits count as small probabilities (logits of impossible classes "
@@ -56,12 +52,8 @@ class CalibrationWarning(UserWarning):
 
 def warn(name: str, words: Sequence[str]) -> None:
     """Emits one warning with all sentences. Its location is the first line outside this package."""
-    if not words:
-        return
-    depth, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        depth, frame = depth + 1, frame.f_back
-    warnings.warn(f"{name}: {', and '.join(words)}", CalibrationWarning, stacklevel=depth)
+    if words:
+        warn_outside(f"{name}: {', and '.join(words)}", CalibrationWarning)
 
 
 def unseen_classes(class_counts: Tensor, classes: np.ndarray[Any, Any], remedy: str) -> list[str]:

@@ -25,6 +25,7 @@ class FocalkernMetric(Metric):
 
     # In the class, for metrics that an earlier version pickled.
     _result_dtype = torch.float64
+    _sums_seen = False  # whether the sums of rows of probabilities were looked at
 
     def __init__(self, input_kind: str, ignore_index: int | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -55,7 +56,9 @@ class FocalkernMetric(Metric):
         if self.ignore_index is not None:
             kept = target.long() != self.ignore_index
             scores, target = scores[kept], target[kept]
-        return probs_and_target(op, scores, target, log=self.input_kind == "logits")
+        look = self.input_kind == "probs" and not self._sums_seen and len(scores) > 0
+        self._sums_seen = self._sums_seen or look
+        return probs_and_target(op, scores, target, log=self.input_kind == "logits", sums=look)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return scores.to(torch.float64).log_softmax(-1)

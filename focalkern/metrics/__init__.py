@@ -48,7 +48,7 @@ Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy conv
 tensor, the results are NumPy's too: arrays, and ``numpy.float64`` for a single number. Sums are float64. Rows are the
 second-last dimension of ``probs`` and the last dimension of all other inputs. Dimensions before that are a batch of
 independent sets (for example bootstrap replicates), and results have the shape of the batch. No metric is
-differentiable.
+differentiable. A UserWarning says if rows do not sum to 1, as sigmoids in place of a softmax.
 
 Predictions of pixels are rows too: with ``target`` [N, d1, ...], ``probs`` are [N, C, d1, ...], and the metric equals,
 to the bit, the metric of the flattened rows without the rows labelled ``ignore_index``. ``per="image"`` is the mean of

@@ -10,7 +10,7 @@ from focalkern._arrays import arrays_for_arrays
 from focalkern._checks import one_of
 from focalkern.metrics._bins import bins_of, debiased_error, expected_error, maximum_error, rms_error
 from focalkern.metrics._images import Per, measured
-from focalkern.metrics._inputs import Estimator, MetricInput, check_bins, probs_and_target
+from focalkern.metrics._inputs import Estimator, MetricInput, check_bins, look_at_sums, probs_and_target
 
 __all__ = [
     "classwise_calibration_error",
@@ -286,7 +286,7 @@ def classwise_calibration_error(
 
 
 def _classwise(name: str, rows: MetricInput, n_bins: int, estimator: Estimator, reduction: str) -> Tensor:
-    probs, target = probs_and_target(name, rows.probs, rows.target)
+    probs, target = probs_and_target(name, rows.probs, rows.target, sums=look_at_sums(rows))
     *batch, n_samples, n_classes = probs.shape
     errors = torch.empty(*batch, n_classes, dtype=torch.float64, device=probs.device)
     block = max(1, _BLOCK // max(1, n_samples * math.prod(batch)))

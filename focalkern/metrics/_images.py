@@ -38,14 +38,16 @@ def measured(
     rows, counts = _pixels(op, given, ignore_index, log=log)
     pixels = labels[0].numel() if len(labels) else 0
     places = [slice(first, first + pixels) for first in range(0, len(counts), pixels or 1)]
-    errors = [metric(_part(rows, counts, place)) for place in places if bool(counts[place].any())]
+    parts = (_part(rows, counts, place) for place in places if bool(counts[place].any()))
+    # The first image tells whether rows of probabilities sum to 1.
+    errors = [metric(part._replace(sums=number == 0)) for number, part in enumerate(parts)]
     return torch.stack(errors).mean(0) if errors else metric(_part(rows, counts, slice(None)))
 
 
 def flattened(op: str, given: MetricInput, ignore_index: int | None = None, *, log: bool = False) -> MetricInput:
     """Pixels as rows without ignored pixels. Rows and batches of sets are returned unchanged."""
     if ignore_index is None:
-        if given.probs is None:
+        if given.probs is None or (isinstance(given.probs, Tensor) and given.probs.dim() == 2):
             return given
         given = _tensors(op, given)
         if not _is_dense(op, given):
@@ -54,8 +56,11 @@ def flattened(op: str, given: MetricInput, ignore_index: int | None = None, *, l
 
 
 def _tensors(op: str, given: MetricInput) -> MetricInput:
-    named = zip(MetricInput._fields, given, strict=True)
-    return MetricInput(*(None if one is None else as_tensor(one, f"{op}: {name}") for name, one in named))
+    probs, target, confidence, correct = (
+        None if one is None else as_tensor(one, f"{op}: {name}")
+        for name, one in zip(MetricInput._fields[:-1], given[:-1], strict=True)
+    )
+    return MetricInput(probs, target, confidence, correct, given.sums)
 
 
 def _labels(op: str, given: MetricInput) -> Tensor:
@@ -93,8 +98,8 @@ def _pixels(op: str, given: MetricInput, ignore_index: int | None, *, log: bool)
         )
     if given.probs is None and values is not None and labels.shape != values.shape:
         raise ValueError(f"{op}: correct must be [N, d1, ...] = {list(values.shape)}, got {list(labels.shape)}")
-    flat = (None if one is None else one.reshape(-1) for one in given[1:])
-    rows = MetricInput(None if given.probs is None else flat_rows(given.probs), *flat)
+    rows = given._replace(probs=None).of_each(lambda one: one.reshape(-1))
+    rows = rows._replace(probs=None if given.probs is None else flat_rows(given.probs))
     counts = torch.ones(labels.numel(), dtype=torch.bool, device=labels.device)
     if ignore_index is not None:
         ignore_index = label(op, "ignore_index", ignore_index, " or None")
@@ -104,13 +109,14 @@ def _pixels(op: str, given: MetricInput, ignore_index: int | None, *, log: bool)
         label_range(op, target, rows.probs.shape[1], ignore_index)
         counts = target.long() != ignore_index
     if rows.probs is not None:
-        as_probs(op, rows.probs if bool(counts.all()) else rows.probs.masked_fill(~counts.unsqueeze(-1), 0), log=log)
+        checked = rows.probs if bool(counts.all()) else rows.probs.masked_fill(~counts.unsqueeze(-1), 0)
+        as_probs(op, checked, log=log, sums=False)
     elif rows.confidence is not None:
-        confidence_and_correct(op, *rows)
+        confidence_and_correct(op, *rows)  # which has no probabilities
     return rows, counts
 
 
 def _part(rows: MetricInput, counts: Tensor, place: slice) -> MetricInput:
     """The rows at ``place`` that are not ignored."""
-    part, kept = MetricInput(*(None if one is None else one[place] for one in rows)), counts[place]
-    return part if bool(kept.all()) else MetricInput(*(None if one is None else one[kept] for one in part))
+    part, kept = rows.of_each(lambda one: one[place]), counts[place]
+    return part if bool(kept.all()) else part.of_each(lambda one: one[kept])

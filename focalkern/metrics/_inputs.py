@@ -1,6 +1,7 @@
 """Arguments of the metrics: probabilities, labels, confidences, estimators."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor
 from focalkern._checks import MOST_BINS, integer, one_of
+from focalkern._diagnostics import warn_outside
 from focalkern._types import ESTIMATORS, Estimator
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "check_bins",
     "check_log_probs",
     "confidence_and_correct",
+    "look_at_sums",
     "probs_and_target",
 ]
 
@@ -27,15 +30,28 @@ __all__ = [
 # Permitted difference of the sum of a row of probabilities to 1, in the whole library. So an entry may exceed 1 by as
 # much; it counts as 1 when its bin is chosen.
 _ABOVE_ONE = 1e-3
+# The sums of at most so many rows, and numbers, are looked at; a larger difference to 1 is no rounding of softmax.
+_ROWS, _NUMBERS, _ROUNDING = 32, 1 << 14, 1e-2
+# For fewer probabilities, the look at the sums would take more than 2 % of the time of a score.
+_MANY = 1 << 20
 
 
 class MetricInput(NamedTuple):
-    """The unchecked arguments of a metric: probabilities or confidences, labels or correctness."""
+    """The unchecked arguments of a metric: probabilities or confidences, labels or correctness.
+
+    ``sums`` says whether to look at the sums of the rows of ``probs``.
+    """
 
     probs: Any = None
     target: Any = None
     confidence: Any = None
     correct: Any = None
+    sums: bool = True
+
+    def of_each(self, function: Callable[[Tensor], Tensor]) -> "MetricInput":
+        """The function of every tensor."""
+        probs, target, confidence, correct = (None if one is None else function(one) for one in self[:-1])
+        return MetricInput(probs, target, confidence, correct, self.sums)
 
 
 def check_bins(op: str, n_bins: object, estimator: object) -> int:
@@ -43,7 +59,9 @@ def check_bins(op: str, n_bins: object, estimator: object) -> int:
     return integer(op, "n_bins", n_bins, 1, MOST_BINS)
 
 
-def confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, correct: Any) -> tuple[Tensor, Tensor]:
+def confidence_and_correct(
+    op: str, probs: Any, target: Any, confidence: Any, correct: Any, sums: bool = True
+) -> tuple[Tensor, Tensor]:
     """confidence [..., N] in its own dtype, checked, and correct [..., N] as float64."""
     if (probs is None) == (confidence is None):
         found = "neither" if probs is None else "both"
@@ -53,11 +71,11 @@ def confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, co
         raise ValueError(f"{op}: expected either target or correct, got {found}")
     if probs is not None:
         if target is not None:
-            probs, target = probs_and_target(op, probs, target)
+            probs, target = probs_and_target(op, probs, target, sums=sums)
             confidence, top = probs.max(-1)
             correct = top == target
         else:
-            confidence = as_probs(op, probs).amax(-1)
+            confidence = as_probs(op, probs, sums=sums).amax(-1)
     elif target is not None:
         raise ValueError(f"{op}: confidence needs correct in place of target, got target")
     confidence = as_tensor(confidence, f"{op}: confidence")
@@ -70,7 +88,8 @@ def confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, co
         raise ValueError(f"{op}: correct must be [N] = {list(confidence.shape)}, got {list(correct.shape)}")
     if correct.device != confidence.device:
         raise ValueError(f"{op}: correct must be on {confidence.device}, got {correct.device}")
-    _check_fractions(op, "confidence", confidence, "; are these logits?" if probs is not None else "")
+    if probs is None:
+        _check_fractions(op, "confidence", confidence)
     return confidence.contiguous(), correct
 
 
@@ -84,16 +103,16 @@ def as_correct(op: str, correct: Any) -> Tensor:
     return correct
 
 
-def _check_fractions(op: str, name: str, values: Tensor, remedy: str = "") -> None:
+def _check_fractions(op: str, name: str, values: Tensor) -> None:
     inside = (values >= 0) & (values <= 1 + _ABOVE_ONE)  # false for NaN
     if bool(inside.all()):
         return
     where = (~inside).nonzero()[0].tolist()
     at = f" at row {where[-1]}" if where else ""
-    raise ValueError(f"{op}: {name} must be in [0, 1], got {values[tuple(where)].item()}{at}{remedy}")
+    raise ValueError(f"{op}: {name} must be in [0, 1], got {values[tuple(where)].item()}{at}")
 
 
-def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
+def as_probs(op: str, probs: Any, *, log: bool = False, sums: bool = True) -> Tensor:
     probs = as_tensor(probs, f"{op}: probs")
     if not probs.is_floating_point():
         raise TypeError(f"{op}: probs must be floating point, got {probs.dtype}")
@@ -102,6 +121,11 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
         raise ValueError(f"{op}: probs must be [N, C], got shape {list(probs.shape)}{remedy}")
     if not log and probs.numel():
         low, high = torch.aminmax(probs)
+        some = _some_rows(probs).sum(-1) if sums else None
+        if probs.is_cpu or some is None:
+            of_rows = [] if some is None else some.tolist()
+        else:  # one wait for the device
+            low, high, *of_rows = torch.cat([torch.stack([low, high]), some]).tolist()
         # The comparison is false for NaN, so NaN raises too.
         if not (float(low) >= 0 and float(high) <= 1 + _ABOVE_ONE):
             inside = ((probs >= 0) & (probs <= 1 + _ABOVE_ONE)).all(-1)
@@ -110,18 +134,50 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
                 f"{op}: probs must be in [0, 1], got values from {probs[tuple(row)].amin().item()} to "
                 f"{probs[tuple(row)].amax().item()} in row {row[-1]}; are these logits?"
             )
+        if sums:
+            _warn_about_sums(op, of_rows, "rows", "the softmax of the logits, or divide each row by its sum")
     result: Tensor = probs
     return result
 
 
-def check_log_probs(op: str, log_probs: Tensor) -> None:
+def _some_rows(probs: Tensor) -> Tensor:
+    """[n, C], evenly spaced rows of the first set of [..., N, C]."""
+    rows = probs if probs.dim() == 2 else probs[(0,) * (probs.dim() - 2)]
+    n_rows, n_classes = rows.shape
+    step = -(-n_rows // max(1, min(_ROWS, _NUMBERS // n_classes)))
+    return rows if step == 1 else rows[::step]
+
+
+def _warn_about_sums(op: str, sums: list[float], what: str, remedy: str) -> None:
+    """Warns if most rows do not sum to 1 and one exceeds it. Rows of only the largest classes have sums below 1."""
+    if max(sums) <= 1 + _ROUNDING:
+        return
+    if 2 * sum(abs(one - 1) > _ROUNDING for one in sums) > len(sums):
+        warn_outside(
+            f"{op}: probs must have {what} that sum to 1, got sums from {min(sums):.3g} to {max(sums):.3g}; pass "
+            f"{remedy} (sigmoids of independent labels are no distribution over classes)",
+            UserWarning,
+        )
+
+
+def look_at_sums(rows: MetricInput) -> bool:
+    """Whether a score that takes little time should look at the sums of the probabilities."""
+    return rows.sums and bool(rows.probs.numel() >= _MANY)
+
+
+def check_log_probs(op: str, log_probs: Tensor, *, sums: bool = True) -> None:
     """Raises for values that no log-probability has. NaN passes: the score is NaN."""
-    high = float(log_probs.amax()) if log_probs.numel() else 0.0
+    if not log_probs.numel():
+        return
+    high = float(log_probs.amax())
     if high > math.log1p(_ABOVE_ONE):
         raise ValueError(
             f"{op}: probs must be log-probabilities, at most 0, with log=True, got values up to {high}; are these "
             "probabilities or logits?"
         )
+    if sums:
+        of_rows = _some_rows(log_probs).to(torch.float64).exp().sum(-1).tolist()
+        _warn_about_sums(op, of_rows, "exponentials of rows", "the log_softmax of the logits")
 
 
 def as_labels(op: str, target: Any, probs: Tensor) -> Tensor:
@@ -139,8 +195,11 @@ def as_labels(op: str, target: Any, probs: Tensor) -> Tensor:
     return labels
 
 
-def probs_and_target(op: str, probs: Any, target: Any, *, log: bool = False) -> tuple[Tensor, Tensor]:
-    probs = as_probs(op, probs, log=log)
+def probs_and_target(
+    op: str, probs: Any, target: Any, *, log: bool = False, sums: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Checked; ``log`` permits any value in ``probs``, ``sums`` says whether to look at the sums of its rows."""
+    probs = as_probs(op, probs, log=log, sums=sums)
     target = as_labels(op, target, probs)
     if target.shape != probs.shape[:-1]:
         pixels = f" or [N, d1, ...] = {[len(probs), *probs.shape[2:]]}" if probs.dim() > 2 else ""

@@ -8,7 +8,14 @@ from torch import Tensor
 from focalkern._arrays import arrays_for_arrays, as_tensor
 from focalkern._checks import flag
 from focalkern.metrics._images import Per, measured
-from focalkern.metrics._inputs import MetricInput, as_correct, check_log_probs, confidence_and_correct, probs_and_target
+from focalkern.metrics._inputs import (
+    MetricInput,
+    as_correct,
+    check_log_probs,
+    confidence_and_correct,
+    look_at_sums,
+    probs_and_target,
+)
 
 __all__ = ["accuracy", "aurc", "auroc", "brier_score", "nll"]
 
@@ -41,13 +48,14 @@ def nll(probs: Any, target: Any, *, log: bool = False, ignore_index: int | None 
     log = flag("nll", "log", log)
 
     def of_rows(rows: MetricInput) -> Tensor:
-        probs, target = probs_and_target("nll", rows.probs, rows.target, log=log)
+        sums = look_at_sums(rows)
+        probs, target = probs_and_target("nll", rows.probs, rows.target, log=log, sums=sums)
         if log:
-            check_log_probs("nll", probs)
+            check_log_probs("nll", probs, sums=sums)
         of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
-        # 0 - x, not -x, so that a perfect score is 0.0, not -0.0.
-        log_probs = of_target if log else of_target.log()
-        return torch.sub(0.0, log_probs).mean(-1)
+        log_probs = of_target if log else of_target.log_()
+        # + 0, so that a perfect score is 0.0, not -0.0.
+        return log_probs.neg_().mean(-1).add_(0.0)
 
     return measured("nll", of_rows, MetricInput(probs, target), ignore_index, per, log=log)
 
@@ -79,7 +87,7 @@ def brier_score(probs: Any, target: Any, *, ignore_index: int | None = None, per
     """
 
     def of_rows(rows: MetricInput) -> Tensor:
-        probs, target = probs_and_target("brier_score", rows.probs, rows.target)
+        probs, target = probs_and_target("brier_score", rows.probs, rows.target, sums=look_at_sums(rows))
         index = target.unsqueeze(-1)
         residual = probs.to(torch.float64, copy=True)
         residual.scatter_add_(-1, index, residual.new_full((), -1.0).expand(index.shape))

@@ -129,7 +129,11 @@ def test_the_sentence_prints_the_level_and_small_risks():
         ({"max_risk": 0.0}, ValueError, "max_risk must be between 0 and 1, got 0.0"),
         ({"confidence": 1.0}, ValueError, "confidence must be between 0 and 1, got 1.0"),
         ({"max_risk": "2%"}, TypeError, "max_risk must be a number, got str"),
-        ({"probs": torch.rand(3, 4, 2), "target": torch.zeros(3, 4, dtype=torch.long)}, ValueError, "got a batch"),
+        (
+            {"probs": torch.full((3, 4, 2), 0.5), "target": torch.zeros(3, 4, dtype=torch.long)},
+            ValueError,
+            "got a batch",
+        ),
         ({"probs": torch.ones(2, 2)}, ValueError, "expected either target or correct"),
     ],
 )
