@@ -13,7 +13,7 @@ from focalkern._types import PROPER, InputKind
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class, cannot_occur_after, scaled
+from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_of, bin_top_class, cannot_occur_after, scaled
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
@@ -140,7 +140,7 @@ class HistogramBinning(Calibrator):
             after = torch.searchsorted(ordered, equal, right=True)
             # With more bins than rows the last bins are empty, up to 1.
             cuts = (ordered[after - 1] + torch.cat([ordered, ordered.new_ones(1)])[after]) / 2
-        index = (confidence.unsqueeze(-1) > cuts.to(confidence)).sum(-1).cpu()
+        index = bin_of(confidence.unsqueeze(-1), cuts.to(confidence.device)).squeeze(-1).cpu()
         correct = (top.squeeze(-1) == target).to(torch.float64).cpu()
         weight = torch.ones_like(correct) if rows.weight is None else rows.weight.cpu()
         counts = torch.zeros(n_bins, dtype=torch.int64).scatter_add_(0, index, torch.ones_like(index))

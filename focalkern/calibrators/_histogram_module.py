@@ -9,7 +9,11 @@ from torch import Tensor
 from focalkern.calibrators._inputs import cannot_occur, renormalized, widened
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput, RowMap
 
-__all__ = ["HistogramLogProbs", "bin_top_class", "cannot_occur_after", "scaled"]
+__all__ = ["HistogramLogProbs", "bin_of", "bin_top_class", "cannot_occur_after", "scaled"]
+
+# Relative error, in units of eps, of a confidence from a logarithm and an exponential. Less than half of the gap that
+# separates the confidences of two bins of equal mass.
+_ROUNDING = 4
 
 
 class HistogramLogProbs(RowMap):
@@ -66,6 +70,14 @@ def cannot_occur_after(scaling: CalibratedLogProbs | FlooredInput, input: Tensor
     return cannot_occur(input, scaling.input_kind)
 
 
+def bin_of(confidence: Tensor, edges: Tensor) -> Tensor:
+    """[..., 1] int64: the bin (lo, hi] of confidences [..., 1]; on an edge, up to the rounding of a softmax, it is the
+    lower one."""
+    rounded = 1 + _ROUNDING * torch.finfo(confidence.dtype).eps
+    # The number of edges below. A sum, because ONNX has no searchsorted.
+    return (confidence > edges.to(confidence.dtype) * rounded).sum(-1, keepdim=True)
+
+
 def bin_top_class(
     log_probs: Tensor, top: Tensor, impossible: Tensor, edges: Tensor, values: Tensor, *, log: bool
 ) -> Tensor:
@@ -85,8 +97,7 @@ def bin_top_class(
     """
     dtype = log_probs.dtype
     confidence = log_probs.gather(-1, top).exp()
-    # The bin (lo, hi] is the number of edges below. A sum, because ONNX has no searchsorted.
-    index = (confidence > edges.to(dtype)).sum(-1, keepdim=True)
+    index = bin_of(confidence, edges)
     value = values.to(dtype)[index]
 
     is_top = torch.arange(log_probs.shape[-1], device=log_probs.device) == top

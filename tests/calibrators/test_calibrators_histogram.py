@@ -1,8 +1,10 @@
 """Histogram binning: bins compared with a loop, samples on edges, and changed predictions."""
 
+import copy
 import itertools
 import json
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -43,6 +45,24 @@ def by_loop(probs, target, n_bins, binning):
         inside = [i for i, c in enumerate(confidence) if edges[k] < c <= edges[k + 1] or (k == 0 and c == 0)]
         values.append(np.mean([top[i] == target[i] for i in inside]) if inside else (edges[k] + edges[k + 1]) / 2)
     return edges, values
+
+
+# Votes of n trees, whose confidences lie on the edges k / M of many numbers of bins.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [5, 10, 15, 20, 49, 100])
+def test_a_confidence_on_an_edge_is_in_the_lower_bin(n, dtype):
+    votes = torch.arange(n // 2 + 1, n + 1)
+    probs = torch.stack([votes, n - votes], 1).to(torch.float64).div(n).to(dtype)
+    for n_bins in (2, 5, 7, 10, 15, 20, 50):
+        calibrator = HistogramBinning(n_bins=n_bins, binning="equal_width", input_kind="probs")
+        calibrator.fit(probs, torch.zeros(len(votes), dtype=torch.int64))
+        index = [math.ceil(Fraction(k * n_bins, n)) - 1 for k in votes.tolist()]
+        assert calibrator.counts_.tolist() == np.bincount(index, minlength=n_bins).tolist()
+        calibrator = copy.deepcopy(calibrator)
+        calibrator.values_ = np.arange(1, n_bins + 1) / (n_bins + 1)
+        for module in (calibrator.as_module(), calibrator.as_module(fused=False)):
+            # The last row has one possible class, which keeps probability 1.
+            assert_close(module(probs)[:-1, 0].exp(), torch.tensor(calibrator.values_[index[:-1]]).to(dtype))
 
 
 # One bin, a few, the default, and more bins than the data fill.
