@@ -16,7 +16,7 @@ from focalkern.calibrators._newton_steps import Steps, newton_steps, valleys, ve
 from focalkern.calibrators._row_source import memory_rows
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, SearchResult
 from focalkern.calibrators._smooth_losses import BrierOfRows, NllOfNetworks, check_finite_nll, coarse_table
-from focalkern.calibrators._temperature_bound import describe_bound, succession_bound
+from focalkern.calibrators._temperature_bound import BEYOND, NO_OPTIMUM, describe_bound, succession_bound
 
 __all__ = [
     "brier_temperature",
@@ -116,7 +116,7 @@ def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
         return SearchResult(0.0, TEMPERATURE_BOUNDS[1], float(value), n_cells + 1, (words,))
 
     if spread == 0:
-        words = "all temperatures are equally good: all possible classes of a row have the same logit"
+        words = f"{NO_OPTIMUM}: all possible classes of a row have the same logit"
         value = (yield 1.0)[0]
         return SearchResult(0.0, 1.0, float(value), n_cells + 1, (words,))
     if at_infinity == 0:
@@ -129,16 +129,15 @@ def _nll_temperature(rows: _Rows) -> Steps[SearchResult]:
         )
         return (yield from at_high_end(words))
 
-    beyond = "the optimum lies beyond it"
     beta, previous, travelled, ends = 1.0, math.inf, math.inf, (low, high)
     is_known = [False, False]  # whether f' was evaluated, below 0 at `low` and above 0 at `high`
     for _ in range(200):
         value, first, second, *_ = yield beta
         n_cells += 1
         if beta == ends[0] and first >= 0:
-            return (yield from at_high_end(beyond))
+            return (yield from at_high_end(BEYOND))
         if beta == ends[1] and first <= 0:
-            return (yield from at_low_end(beyond))
+            return (yield from at_low_end(BEYOND))
         low, high = (low, beta) if first > 0 else (beta, high)
         is_known[1 if first > 0 else 0] = True
         newton = beta - first / second if second > 0 else math.nan
@@ -182,7 +181,7 @@ def _brier_temperature(rows: _Rows) -> Steps[SearchResult]:
     axis = _WIDE_AXIS
     cells = rows.table((0.0,), axis)[0]
     if float(np.ptp(cells)) <= 1e-12:
-        words = "all temperatures are equally good: the Brier score is the same at all of them"
+        words = f"{NO_OPTIMUM}: the Brier score is the same at all of them"
         return SearchResult(0.0, 1.0, float(cells[32]), 65, (words,))
     low, high = np.array(_LOG_T[:1]), np.array(_LOG_T[1:])
     best_point, best_value = np.array([math.nan]), math.inf

@@ -29,7 +29,13 @@ from focalkern.calibrators._search import (
     search_line,
     search_refine,
 )
-from focalkern.calibrators._temperature_bound import justified_confidence, no_row_is_wrong, succession_bound
+from focalkern.calibrators._temperature_bound import (
+    NO_OPTIMUM,
+    bound_remedy,
+    justified_confidence,
+    no_row_is_wrong,
+    succession_bound,
+)
 from focalkern.calibrators._warnings import worse_than_uncalibrated
 from focalkern.calibrators._weighted import weighted_grid
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
@@ -195,8 +201,9 @@ class Scaling(Calibrator):
     def _fit_warnings(self, rows: FitData) -> list[str]:
         warnings, limits = [], self._limit_warnings(rows)
         if self.at_border_:
-            if self.search_ in PROPER and self.at_border_[-1].startswith("temperature"):
-                remedy = "fit on rows with some wrong predictions and an accuracy above chance"
+            last = self.at_border_[-1]
+            if self.search_ in PROPER and last.startswith(("temperature", NO_OPTIMUM)):
+                remedy = bound_remedy(last)
             elif self.search_ in PROPER:
                 remedy = "TemperatureScaling is nearly as good, or more rows are needed"
             elif self.widen:

@@ -17,7 +17,7 @@ from focalkern.calibrators._newton_search import check_finite_nll, minimize_foca
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._probmetrics import fit_structured
 from focalkern.calibrators._structured_module import StructuredLogProbs
-from focalkern.calibrators._temperature_bound import no_error_warnings
+from focalkern.calibrators._temperature_bound import bound_remedy, no_error_warnings
 from focalkern.calibrators._warnings import few_by_weight, unseen_classes, worse_than_uncalibrated
 
 __all__ = ["Solver", "Structure", "StructuredScaling"]
@@ -33,8 +33,8 @@ _BLOCK = 1 << 22
 # Bound for a file: a sum of numbers this large does not overflow in float32.
 _MOST_WEIGHT = 1e20
 
-_Found = tuple[str, float, Tensor, Tensor]
-"""Name of the solver; temperature, weight and bias."""
+_Found = tuple[str, float, Tensor, Tensor, tuple[str, ...]]
+"""Name of the solver; temperature, weight and bias; bounds of the search that the temperature hit."""
 
 
 class StructuredScaling(Calibrator):
@@ -103,6 +103,8 @@ class StructuredScaling(Calibrator):
     n_changed_: int
     solver_: str
 
+    _border: tuple[str, ...] = ()
+
     def __init__(
         self,
         *,
@@ -151,8 +153,9 @@ class StructuredScaling(Calibrator):
         n_rows = float(len(input) if weight is None else weight.sum())
         share = torch.full_like(target, 1 / n_rows, dtype=torch.float64) if weight is None else weight / n_rows
         found = None if self.solver == "lbfgs" else self._by_probmetrics(rows)
-        solver, temperature, module_weight, bias = found or self._by_lbfgs(rows, share, n_rows)
+        solver, temperature, module_weight, bias, border = found or self._by_lbfgs(rows, share, n_rows)
         fitted: dict[str, Any] = {"solver_": solver, "temperature_": temperature, "epsilon_": 1 / (n_rows + 1)}
+        fitted["_border"] = border
         fitted |= {"focal_gamma_": 0.0, "focal_temperature_": 1.0}
         module = StructuredLogProbs(temperature, fitted["epsilon_"], module_weight, bias, (0.0, 1.0), self.input_kind)
         scores = module.scores(input.to(torch.float64))
@@ -184,12 +187,12 @@ class StructuredScaling(Calibrator):
                     f"{tuple(zero.nonzero()[0].tolist())}; 'auto' and 'lbfgs' take them"
                 )
             try:
-                found = fit_structured(self.kind, probs, rows.target, float(self.penalty))
+                found = *fit_structured(self.kind, probs, rows.target, float(self.penalty)), ()
             except ImportError as error:
                 raise ImportError(
                     f"{name}: solver 'probmetrics' needs probmetrics; pip install probmetrics numba ({error})"
                 ) from error
-            if not all(bool(torch.isfinite(values).all()) for values in found[2:]):
+            if not all(bool(torch.isfinite(values).all()) for values in found[2:4]):
                 raise ValueError(f"{name}: solver 'probmetrics' has found no finite weights on these rows; try 'lbfgs'")
         except (ImportError, ValueError):
             if self.solver == "auto":
@@ -201,7 +204,8 @@ class StructuredScaling(Calibrator):
         """The fit by L-BFGS. ``share`` [N] float64 sums to 1; the penalty treats the rows as ``n_rows`` rows."""
         input, target, weight = rows.input, rows.target, rows.weight
         n_classes = input.shape[1]
-        temperature = nll_temperature(input, target, self.input_kind, weight).temperature
+        first = nll_temperature(input, target, self.input_kind, weight)
+        temperature = first.temperature
         shape = (n_classes,) if self.kind == "vector" else (n_classes, n_classes)
         ones = torch.ones(n_classes, dtype=torch.float64, device=input.device)
         identity = ones if self.kind == "vector" else torch.diag(ones)
@@ -216,12 +220,14 @@ class StructuredScaling(Calibrator):
         else:
             penalties.fill_diagonal_(strength)
         impossible = cannot_occur(input, self.input_kind)
-        return "lbfgs", temperature, *_regularised(features, impossible, target, share, identity, penalties, strength)
+        weights = _regularised(features, impossible, target, share, identity, penalties, strength)
+        return "lbfgs", temperature, *weights, first.at_border
 
     def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
         worse = worse_than_uncalibrated(rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy)
-        return [*few_by_weight(rows), *super()._fit_warnings(rows), *no_error_warnings(rows), *worse]
+        limits = no_error_warnings(rows) or [f"{words} ({bound_remedy(words)})" for words in self._border]
+        return [*few_by_weight(rows), *super()._fit_warnings(rows), *limits, *worse]
 
     def _warnings_of(self, class_counts: Tensor) -> list[str]:
         return unseen_classes(class_counts, self.classes_, "TemperatureScaling")

@@ -13,6 +13,9 @@ from focalkern.calibrators._search import TEMPERATURE_BOUNDS
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = [
+    "BEYOND",
+    "NO_OPTIMUM",
+    "bound_remedy",
     "confidence_limit",
     "describe_bound",
     "justified_confidence",
@@ -21,6 +24,10 @@ __all__ = [
     "no_row_is_wrong",
     "succession_bound",
 ]
+
+BEYOND = "the optimum lies beyond it"
+NO_OPTIMUM = "all temperatures are equally good"
+"""Ends and beginnings of sentences of ``at_border_``."""
 
 # Number of bisections: the bounds are 8 powers of ten apart, and this many halvings reach rounding.
 _HALVINGS = 60
@@ -134,3 +141,13 @@ def no_error_warnings(rows: FitData) -> list[str]:
         "no row of fit is wrong, so the rows give no upper limit of the confidence (fit on more rows, some of them "
         "wrong)"
     ]
+
+
+def bound_remedy(words: str) -> str:
+    """The remedy for a temperature at a bound of the search; ``words`` are the sentence of ``at_border_``."""
+    if words.endswith(BEYOND) or words.startswith(NO_OPTIMUM):
+        return (
+            "divide logits whose differences are far from 1 by their size, or take RobustTemperatureScaling, which has "
+            "no bounds; else fit on rows with an accuracy above chance"
+        )
+    return "fit on rows with some wrong predictions and an accuracy above chance"

@@ -210,6 +210,18 @@ def test_fit_quietly_is_the_same_fit_without_a_warning(tmp_path):
     assert aloud.fit(*sample()).warnings_ == ()
 
 
+@pytest.mark.parametrize("size", [1e-300, 1e-6, 1e6])
+@pytest.mark.parametrize("method", [TemperatureScaling, fk.StructuredScaling])
+def test_logits_of_a_size_beyond_the_search(method, size):
+    """No temperature of the search makes such logits probabilities; the remedy does."""
+    logits, target = sample(300)
+    options = {"solver": "lbfgs"} if method is fk.StructuredScaling else {}
+    words = said(method(**options), size * logits, target)
+    assert "divide logits whose differences are far from 1 by their size, or take RobustTemperatureScaling" in words
+    assert method(**options).fit(logits, target).warnings_ == ()
+    assert fk.RobustTemperatureScaling().fit(size * logits, target).warnings_ == ()
+
+
 def test_a_start_near_the_optimum_finds_it_sooner():
     rows = sample(gamma=1.0)
     whole = FocalTemperatureScaling().fit(*rows)
