@@ -17,6 +17,7 @@ from torch import Tensor
 from focalkern._types import HALVES
 
 __all__ = [
+    "copies_of",
     "input_notes",
     "input_problems",
     "label_problems",
@@ -27,6 +28,7 @@ __all__ = [
     "refuse_probs",
     "remedy_for_sum",
     "repeated_rows",
+    "row_hashes",
     "rows_digest",
     "sampled_parts",
     "warn_outside",
@@ -329,17 +331,28 @@ def repeated_rows(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any] | None:
     column = input[:, 0].sort().values
     if n_rows < 2 or int((column[1:] == column[:-1]).sum()) < least:  # copies agree in every column
         return None
-    hashes = _hashes(input, labels * 0)
-    distinct, number, counts = np.unique(_hashes(input, labels), return_inverse=True, return_counts=True)
+    return copies_of(*row_hashes(input, labels))
+
+
+def copies_of(of_inputs: np.ndarray[Any, Any], of_rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """:func:`repeated_rows` of hashes [N] of the rows without and with their labels."""
+    n_rows = len(of_rows)
+    least = max(_FEWEST_SHARED, _SHARED * n_rows)
+    distinct, number, counts = np.unique(of_rows, return_inverse=True, return_counts=True)
     n_copies = n_rows - len(distinct)
-    other_labels = len(distinct) - len(np.unique(hashes))
-    if n_copies < least or other_labels > 0.01 * n_copies or counts.max() > 0.1 * n_rows:
+    if n_copies < least or counts.max() > 0.1 * n_rows:
         return None
-    return number.reshape(-1)
+    other_labels = len(distinct) - len(np.unique(of_inputs))
+    return None if other_labels > 0.01 * n_copies else number.reshape(-1)
 
 
 def _hashes(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any]:
     """[N] 64-bit hashes of the rows with their labels."""
+    return row_hashes(input, labels)[1]
+
+
+def row_hashes(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any]:
+    """[2, N] 64-bit hashes of the rows without and with their labels."""
     odd = np.random.default_rng(0).integers(1 << 62, size=input.shape[1] + 1, dtype=np.uint64) | np.uint64(1)
     parts = []
     size = max(1, _BLOCK // input.shape[1])
@@ -347,6 +360,7 @@ def _hashes(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any]:
         bits = np.ascontiguousarray(block.double().cpu().numpy()).view(np.uint64)
         mixed = bits ^ (bits >> np.uint64(29))
         with np.errstate(over="ignore"):
-            total = (mixed * odd[:-1]).sum(-1, dtype=np.uint64) + of_block.cpu().numpy().astype(np.uint64) * odd[-1]
-        parts.append(total ^ (total >> np.uint64(32)))
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
+            of_inputs = (mixed * odd[:-1]).sum(-1, dtype=np.uint64)
+            both = np.stack([of_inputs, of_inputs + of_block.cpu().numpy().astype(np.uint64) * odd[-1]])
+        parts.append(both ^ (both >> np.uint64(32)))
+    return np.concatenate(parts, 1) if parts else np.empty((2, 0), dtype=np.uint64)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from focalkern._checks import flag
 from focalkern._types import PROPER, InputKind, Proper
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._candidates import as_candidates, fitted_identity, keeps_predictions, log_proba
+from focalkern.calibrators._copies import HashSample
 from focalkern.calibrators._cross_validation import cross_validate, losses_of
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
@@ -54,7 +56,7 @@ class AutoCalibrator(FitsBatches):
         candidates: as :func:`focalkern.compare_calibrators`.
         criterion: ``"nll"`` or ``"brier"``, by which the candidates are fitted and compared.
         folds: number of folds of the cross-validation, at least 2. The rows are divided at random, copies of a row
-            together: ``fit`` warns if many rows are copies (``fit_batches`` does not look for them).
+            together: ``fit`` warns if many rows are copies.
         seed: random seed of the folds.
         input_kind: ``"logits"`` or ``"probs"``. Without it ``fit`` expects logits, and raises an error if they look
             like probabilities.
@@ -171,9 +173,9 @@ class AutoCalibrator(FitsBatches):
         are left out."""
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
         folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
-        folds = min(folds, source.n_rows)
-        brier = torch.zeros(1, dtype=torch.float64)
+        brier, hashes = torch.zeros(1, dtype=torch.float64), HashSample(source)
         for part in source.parts():
+            hashes.keep(part)
             if bool((part.weight != 1).any()):
                 raise ValueError("AutoCalibrator: fit_batches takes no sample_weight, got weights other than 1")
             for block in part.blocks():
@@ -185,15 +187,18 @@ class AutoCalibrator(FitsBatches):
             n_samples=source.n_rows,
             n_classes=source.n_classes,
         )
+        copies = hashes.folds(folds, seed)
+        folds = min(folds, source.n_rows) if copies is None else copies.folds
         cross_validation = cross_validate_source(
             source,
             candidates,
             none,
-            lambda number: fold_of(number, source.n_rows, folds, seed),
+            copies or (lambda number: fold_of(number, source.n_rows, folds, seed)),
             folds if folds > 1 else 0,
             criterion=self.criterion,
         )
-        return self._concluded(cross_validation, source)
+        n_copies = 0 if copies is None else copies.n_copies
+        return self._concluded(replace(cross_validation, n_copies=n_copies), source)
 
     def _concluded(self, cross_validation: CrossValidation, source: RowSource) -> dict[str, Any]:
         winner = cross_validation.winner

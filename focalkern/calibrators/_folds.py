@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focalkern._checks import integer
 
-__all__ = ["check_folds", "fold_of", "folds_of_all"]
+__all__ = ["check_folds", "fold_of", "fold_of_hash", "folds_of_all"]
 
 Places = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -63,6 +63,12 @@ def fold_of(number: Tensor, rows: int, folds: int, seed: int) -> Tensor:
         place[beyond] = permuted(place[beyond])
         beyond = beyond[place[beyond] >= rows]
     return torch.from_numpy(place % folds).to(number.device)
+
+
+def fold_of_hash(hashes: np.ndarray[Any, Any], folds: int, seed: int) -> np.ndarray[Any, Any]:
+    """[N] int16: the fold of each row by its hash [N] uint64, so that copies of a row are in one fold."""
+    key = np.random.default_rng(seed % 2**63).integers(2**62)
+    return (_mixed(hashes.view(np.int64) ^ key) % folds).astype(np.int16)
 
 
 def _mixed(value: Places) -> Places:

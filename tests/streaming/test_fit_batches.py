@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import focalkern as fk
 from focalkern._diagnostics import label_problems, sampled_parts
+from focalkern.calibrators import _copies
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._cross_validation import cross_validate
 from focalkern.calibrators._folds import fold_of
@@ -112,6 +113,42 @@ def test_the_automatic_choice_of_batches():
     every = fk.AutoCalibrator(candidates=["isotonic", "spline-matrix"]).fit_batches(in_batches(logits, target))
     assert "left out: isotonic, which needs all rows in memory" in every.verdict_.warnings
     assert any("needs all rows in memory, so it is not chosen" in words for words in every.verdict_.warnings)
+
+
+def copied(n, times):
+    """``times`` copies of n rows, in random order."""
+    logits, target = rows(n)
+    order = torch.randperm(times * n, generator=torch.Generator().manual_seed(0)) % n
+    return logits[order], target[order]
+
+
+@pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+@pytest.mark.parametrize("size", [1, 37, 400])
+def test_copies_of_a_row_in_batches_stay_in_one_fold(size):
+    logits, target = copied(100, 4)
+    found = CALIBRATORS["auto"]().fit_batches(in_batches(logits, target, size=size))
+    expected = CALIBRATORS["auto"]().fit(logits, target)
+    assert found.chosen_ == expected.chosen_
+    for ours, theirs in zip(found.table_, expected.table_, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+    assert found.warnings_[0] == expected.warnings_[0]
+    assert found.verdict_.warnings[0].startswith("300 of the 400 validation rows are copies of others")
+
+
+@pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+def test_copies_among_many_rows_are_found_in_a_sample(monkeypatch):
+    """The losses are near those of the distinct rows. With copies in other folds they are too low by up to 0.03."""
+    monkeypatch.setattr(_copies, "_MOST", 600)
+    logits, target = copied(300, 10)
+    batches = [(input.requires_grad_(), labels) for input, labels in in_batches(logits, target)]
+    found = CALIBRATORS["auto"](seed=1).fit_batches(lambda: iter(batches))
+    distinct = CALIBRATORS["auto"]().fit(*rows(300), torch.full((300,), 10.0))
+    for ours, theirs in zip(found.table_, distinct.table_, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.01)
+    assert found.verdict_.warnings[0].startswith("2,700 of the 3,000 validation rows are copies of others")
+    # Few outputs, as those of a tree, are no copies.
+    few = logits.round(decimals=-1)
+    assert not any("copies" in words for words in CALIBRATORS["auto"]().fit_batches([(few, target)]).warnings_)
 
 
 def test_invalid_batches_are_named():
@@ -240,6 +277,11 @@ def process(rank, store, folder):
     for name, make in CALIBRATORS.items():
         calibrator = make().fit_batches(in_batches(logits[part], target[part]))
         torch.save((calibrator.predict_log_proba(logits), calibrator.n_samples_), f"{folder}/{name}-{rank}.pt")
+    logits_of_copies, labels = copied(100, 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fk.CalibrationWarning)
+        calibrator = CALIBRATORS["auto"]().fit_batches(in_batches(logits_of_copies[part], labels[part]))
+    torch.save(calibrator.table_, f"{folder}/copies-{rank}.pt")
     other, labels = rows_in_another_order()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fk.CalibrationWarning)
@@ -268,6 +310,11 @@ def test_two_processes_fit_the_calibrator_of_one(tmp_path):
         assert n_samples == 700
         assert torch.equal(first, second)
         assert first.numpy() == pytest.approx(expected.numpy(), abs=1e-9)
+    with pytest.warns(fk.CalibrationWarning, match="600 of the 700 validation rows are copies"):
+        expected = CALIBRATORS["auto"]().fit(*copied(100, 7)).table_
+    for rank in (0, 1):
+        table = torch.load(tmp_path / f"copies-{rank}.pt")
+        assert [one["loss"] for one in table] == pytest.approx([one["loss"] for one in expected], rel=1e-9)
     expected = fk.SplineScaling().fit(logits, target).predict_log_proba(logits)
     for rank in (0, 1):
         assert torch.load(tmp_path / f"one-{rank}.pt").numpy() == pytest.approx(expected.numpy(), abs=1e-9)
