@@ -139,7 +139,7 @@ def decide_from_sums(
     def pair(place: int, best: int) -> tuple[float, float]:
         mean = (total[place] - total[best]) / rows
         square = (product[place][place] + product[best][best] - 2 * product[place][best]) / rows
-        variance = max(0.0, square - mean**2) * rows / max(1, rows - 1)
+        variance = max(0.0, square - mean * mean) * rows / max(1, rows - 1)
         return mean, math.sqrt(variance / rows)
 
     return _decided(entries, rows, pair, criterion=criterion, folds=folds, left_out=left_out)

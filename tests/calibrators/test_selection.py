@@ -339,6 +339,13 @@ def copied(n, times=4):
     return logits.repeat(times, 1), target.repeat(times)
 
 
+@pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+def test_losses_whose_squares_overflow():
+    logits, target = draw(100, 4, seed=0)
+    calibrator = fk.AutoCalibrator().fit(1e200 * logits, target)
+    assert calibrator.chosen_ != "none" and math.isfinite(min(one["loss"] for one in calibrator.table_))
+
+
 def test_copies_of_a_row_stay_in_one_fold():
     """Each fit then leaves out all copies of its rows, as a cross-validation of the rows with weights does."""
     logits, target = copied(60)
