@@ -22,6 +22,7 @@ def both(function, **options):
 CASES = {
     "focal": both(fk.focal_loss, target=LABELS, gamma=GAMMAS),
     "z-loss": both(fk.focal_loss, target=LABELS, gamma=GAMMAS, z_loss=0.1),
+    "z-loss, whole": lambda z, c=2: fk.focal_loss(z, LABELS, z_loss=c),
     "statistics": lambda z: fk.focal_loss(z, LABELS, return_stats=True).loss,
     "head": lambda z: fk.linear_focal_loss(z[:, :4], WEIGHT, LABELS, GAMMAS),
     "head, z-loss": lambda z: fk.linear_focal_loss(z[:, :4], WEIGHT, LABELS, GAMMAS, z_loss=0.1),
