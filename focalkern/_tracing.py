@@ -9,7 +9,16 @@ from torch import Tensor
 
 from focalkern._types import PLAIN_TENSORS
 
-__all__ = ["are_kept", "are_seen", "are_traced", "constant_in_graphs", "has_values", "is_fake", "is_readable"]
+__all__ = [
+    "are_kept",
+    "are_seen",
+    "are_traced",
+    "constant_in_graphs",
+    "has_values",
+    "is_exporting",
+    "is_fake",
+    "is_readable",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _key = torch._C._TorchDispatchModeKey
@@ -28,6 +37,14 @@ def constant_in_graphs(function: _Function) -> _Function:
     all of torch.compile."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_in_graphs
+def is_exporting() -> bool:
+    """Whether torch.export records the operations. It records the forward pass of a torch.autograd.Function, but not
+    its backward pass, so that its gradient would be missing."""
+    # torch.compiler.is_exporting is always true in a compiled graph of torch 2.11.
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def are_seen() -> bool:

@@ -4,7 +4,7 @@ The forward pass of labels by kernels gives the statistics too. Plain torch take
 (:mod:`focalkern.ops.row_sums`). The kernels of the loss compute the z-loss, too
 (:mod:`focalkern.ops._z_loss`). Elsewhere the z-loss of labels without smoothing is that of the loss over ranks, with
 one process as the only rank, and other z-losses are added to the loss of the kernel or of plain torch; torch.func,
-forward-mode derivatives and devices without float64 take this sum in torch operations.
+forward-mode derivatives, torch.export and devices without float64 take this sum in torch operations.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from focalkern._checks import reduction_code
 from focalkern._devices import has_float64
+from focalkern._tracing import is_exporting
 from focalkern._types import PLAIN_TENSORS, REDUCTIONS
 from focalkern.fallback.focal_loss import check_arguments, check_range
 from focalkern.gamma import GammaTable
@@ -49,7 +50,8 @@ def loss_with_extras(
     check_tensor(op, "target", target)
     refuse_stats_of_probabilities(op, target, return_stats)
     transformed = torch._C._are_functorch_transforms_active()
-    apart = transformed or torch.autograd.forward_ad._current_level >= 0 or not has_float64(input.device)
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    apart = transformed or forward_mode or is_exporting() or not has_float64(input.device)
     arguments = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
     if return_stats and not z_loss and not apart:
         found = _in_one_read(kind, input, target, gamma, *arguments)

@@ -10,7 +10,7 @@ from torch.overrides import has_torch_function
 
 from focalkern._checks import finite, flag, label, number, one_of, reduction_code, reworded
 from focalkern._devices import autocast_is_on, has_float64
-from focalkern._tracing import constant_in_graphs
+from focalkern._tracing import constant_in_graphs, is_exporting
 from focalkern._types import PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
@@ -224,6 +224,4 @@ def _computes_gradient(input: Tensor, target: Tensor, gamma: float, reduction: i
 @constant_in_graphs
 def _most_in_one_call(reduction: int) -> int:
     """The largest number of logits for which one operator of a compiled graph computes loss and gradient."""
-    # torch.compiler.is_exporting is always true in a compiled graph of torch 2.11.
-    is_exported = getattr(torch.compiler, "_is_exporting_flag", False)
-    return 0 if _loss_with_gradient is None or is_exported or reduction < _MEAN else _MOST_IN_ONE_CALL
+    return 0 if _loss_with_gradient is None or is_exporting() or reduction < _MEAN else _MOST_IN_ONE_CALL

@@ -6,6 +6,7 @@ k to them (of :mod:`focalkern.fallback`: in torch operations), so that the backw
 CUDA k is a number of its own.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -161,8 +162,9 @@ def loss_plus_z_loss(
         input = input.float()  # the sum of both gradients is rounded once
     z = input.movedim(class_dim, -1)
     leading, classes = z.shape[:-1], z.shape[-1]
-    rows = z.reshape(leading.numel(), classes)
-    labels = target.new_zeros(leading.numel(), dtype=torch.int64) if soft else target.reshape(-1)
+    n = math.prod(leading)  # numel() would fix the number of rows of an exported graph
+    rows = z.reshape(n, classes)
+    labels = target.new_zeros(n, dtype=torch.int64) if soft else target.reshape(-1)
     split = Split.whole(labels, classes, -100 if soft else ignore_index)
     options = (weight, ignore_index, "none", label_smoothing, detach_modulation)
     losses = row_loss(op, kind, input, target, gamma, 0.0, *options).reshape(-1)

@@ -108,7 +108,16 @@ def test_exports(device, dynamo, strict):
     assert_close(exported.module()(z, target), fk.focal_loss(z, target, 2.0, label_smoothing=0.1))
 
 
-@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2}, {"return_stats": True}, {"reduction": "none"}], ids=repr)
+_EXPORTED = [
+    {},
+    {"z_loss": 1e-2},
+    {"z_loss": 1.0, "label_smoothing": 0.1},
+    {"return_stats": True},
+    {"reduction": "none"},
+]
+
+
+@pytest.mark.parametrize("options", _EXPORTED, ids=repr)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch, in a strict export
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("linear", [False, True])
@@ -129,9 +138,14 @@ def test_exports_with_any_number_of_rows(device, dynamo, linear, strict, options
     n = torch.export.Dim("n", min=2, max=4096)
     loss, rows = Loss(), batch(300)
     exported = torch.export.export(loss, batch(6), dynamic_shapes=({0: n}, {0: n}), strict=strict).module()
-    found, expected = exported(*rows), loss(*rows)
-    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
-        torch.testing.assert_close(one, other)
+    results = [x if isinstance(x, tuple) else (x,) for x in (exported(*rows), loss(*rows))]
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    found, expected = (
+        torch.autograd.grad(result[0].sum(), module.weight)[0]
+        for result, module in zip(results, (exported, loss), strict=True)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_autocast_takes_bfloat16_logits_as_they_are(device):
