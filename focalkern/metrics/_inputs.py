@@ -162,7 +162,7 @@ def _warn_about_sums(op: str, sums: list[float], what: str, remedy: str) -> None
 
 def look_at_sums(rows: MetricInput) -> bool:
     """Whether a score that takes little time should look at the sums of the probabilities."""
-    return rows.sums and bool(rows.probs.numel() >= _MANY)
+    return rows.sums and isinstance(rows.probs, Tensor) and rows.probs.numel() >= _MANY
 
 
 def check_log_probs(op: str, log_probs: Tensor, *, sums: bool = True) -> None:
