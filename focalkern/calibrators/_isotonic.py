@@ -19,6 +19,9 @@ from focalkern.calibrators._warnings import few_by_weight, unseen_classes, worse
 
 __all__ = ["IsotonicCalibration"]
 
+# With fewer rows per class, NLLs of new rows exceed those of temperature scaling for most networks.
+_ENOUGH = 500
+
 # Bound for a file: the module has a table [C, longest regression], which one long regression would make large.
 _MOST_STEPS = 1 << 26
 
@@ -38,8 +41,8 @@ class IsotonicCalibration(Calibrator):
     1 / (N + 1) gives every possible class a probability above 0, so the NLL is finite. A class with logit -inf or
     probability 0 keeps probability 0.
 
-    The method has no parameters to choose; the number of steps grows with the rows. With few rows of a class it
-    overfits. It may change the order of the classes.
+    The method has no parameters to choose; the number of steps grows with the rows. With fewer than 500 rows per class
+    it overfits, and ``fit`` warns. It may change the order of the classes.
 
     Args:
         floor: in [0, 1): first, the probabilities p of a row become (1 - floor) p + floor / C, so that the true class
@@ -57,14 +60,14 @@ class IsotonicCalibration(Calibrator):
     Source: Zadrozny & Elkan, KDD 2002.
 
     Example:
-        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # confidence 0.98 and 0.88,
-        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # correct in 9 and in 8 of 10 rows
+        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(500, 1)  # confidence 0.98 and 0.88,
+        >>> labels = torch.tensor([0] * 17 + [1] * 3).repeat(50)  # correct in 9 and in 8 of 10 rows
         >>> calibrator = fk.IsotonicCalibration().fit(logits, labels)
         >>> calibrator.predict_proba(logits[:2]).round(decimals=3)
-        tensor([[0.8810, 0.1190],
-                [0.7860, 0.2140]])
+        tensor([[0.9000, 0.1000],
+                [0.8000, 0.2000]])
         >>> list(calibrator.as_module()(logits).shape)  # log-probabilities
-        [20, 2]
+        [1000, 2]
     """
 
     method = "isotonic"
@@ -116,7 +119,13 @@ class IsotonicCalibration(Calibrator):
     def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "more rows, or TemperatureScaling"
         worse = worse_than_uncalibrated(rows, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy)
-        return [*few_by_weight(rows), *super()._fit_warnings(rows), *no_error_warnings(rows), *worse]
+        return [
+            *few_by_weight(rows),
+            *super()._fit_warnings(rows),
+            *_few_rows(rows),
+            *no_error_warnings(rows),
+            *worse,
+        ]
 
     def _warnings_of(self, class_counts: Tensor) -> list[str]:
         return unseen_classes(class_counts, self.classes_, "TemperatureScaling")
@@ -157,3 +166,15 @@ class IsotonicCalibration(Calibrator):
         value = math.inf if fit["best_value"] is None else as_number("best_value", fit["best_value"])
         changed = as_count(fit["n_changed"], least=0)
         return {"steps_": tuple(steps), "epsilon_": epsilon, "best_value_": value, "n_changed_": changed}
+
+
+def _few_rows(rows: FitData) -> list[str]:
+    """A warning if the rows are so few that the regressions follow their noise, which the rows of fit do not show."""
+    n_rows, n_classes = rows.input.shape
+    total = n_rows if rows.weight is None else float(rows.weight.sum())
+    if total >= _ENOUGH * n_classes:
+        return []
+    return [
+        f"{total / n_classes:.3g} rows per class are few: the regressions follow their noise, and the NLL of new rows "
+        f"is often higher than without calibration (fit on {_ENOUGH} rows per class, or take SplineScaling)"
+    ]

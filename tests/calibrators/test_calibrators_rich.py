@@ -17,6 +17,9 @@ import focalkern as fk
 from focalkern import reference
 from focalkern.calibrators import IsotonicCalibration, StructuredScaling, TemperatureScaling, load_calibrator
 
+# Small sets are enough for what these tests show.
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows per class are few:focalkern.CalibrationWarning")
+
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 # "auto" would depend on the installed packages.

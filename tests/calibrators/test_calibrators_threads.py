@@ -9,6 +9,9 @@ from torch import Tensor
 
 import focalkern as fk
 
+# Small sets are enough for what these tests show.
+pytestmark = pytest.mark.filterwarnings("ignore:.*rows per class are few:focalkern.CalibrationWarning")
+
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 EVERY = [

@@ -222,6 +222,22 @@ def test_logits_of_a_size_beyond_the_search(method, size):
     assert fk.RobustTemperatureScaling().fit(size * logits, target).warnings_ == ()
 
 
+def test_isotonic_regression_of_few_rows():
+    """The rows of fit do not show that it overfits: their NLL falls, and that of new rows rises. Calibrated logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(5000, 10, generator=generator)
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    calibrator = fk.IsotonicCalibration()
+    words = said(calibrator, logits[:500], target[:500])
+    assert "50 rows per class are few: the regressions follow their noise" in words
+    assert "fit on 500 rows per class, or take SplineScaling" in words
+    old, new = (fk.metrics.nll(one, target).item() for one in (logits.softmax(-1), calibrator.predict_proba(logits)))
+    assert new > old + 0.05
+    assert fk.IsotonicCalibration().fit(logits, target).warnings_ == ()
+    weight = torch.full((500,), 10.0)
+    assert fk.IsotonicCalibration().fit_quietly(logits[:500], target[:500], weight).warnings_ == ()
+
+
 def test_a_start_near_the_optimum_finds_it_sooner():
     rows = sample(gamma=1.0)
     whole = FocalTemperatureScaling().fit(*rows)

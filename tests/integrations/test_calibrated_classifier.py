@@ -81,6 +81,7 @@ def test_every_kind_of_response(estimator, response, names):
         assert log_loss(y[300:], probs) < log_loss(y[300:], plain)
 
 
+@pytest.mark.filterwarnings("ignore:.*rows per class are few:focalkern.CalibrationWarning")
 @pytest.mark.parametrize(
     "calibrator", [FocalTemperatureScaling(), StructuredScaling(kind="vector"), IsotonicCalibration()], ids=repr
 )
