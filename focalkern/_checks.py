@@ -22,6 +22,7 @@ __all__ = [
     "dense",
     "finite",
     "flag",
+    "from_one",
     "integer",
     "is_number",
     "label",
@@ -202,7 +203,15 @@ def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int | Non
     if bool(invalid.any()):
         row = int(invalid.nonzero()[0])
         ignored = "" if ignore_index is None else " or ignore_index"
-        raise IndexError(f"{op}: target must be in [0, {n_classes}){ignored}, got {int(labels[row])} at row {row}")
+        found = f"got {int(labels[row])} at row {row}{from_one(labels, n_classes, ignore_index)}"
+        raise IndexError(f"{op}: target must be in [0, {n_classes}){ignored}, {found}")
+
+
+def from_one(labels: Tensor, n_classes: int, ignore_index: int | None = None) -> str:
+    """The remedy for labels that count the classes from 1; empty for others."""
+    used = labels if ignore_index is None else labels[labels != ignore_index]
+    bounds = [int(bound) for bound in used.aminmax()] if used.numel() else []
+    return "; classes count from 0: target - 1" if bounds == [1, n_classes] else ""
 
 
 ONE_LOGIT = "for one logit per sample use SigmoidFocalLoss (sigmoid_focal_loss) with target.view_as(input)"
@@ -238,7 +247,9 @@ def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
         input, target = arguments["input"], arguments["target"]
         if isinstance(error, ValueError):
             return target_misfit(op, input, target) or error
-        return IndexError(f"{error}; {ONE_LOGIT}") if input.shape[min(input.dim() - 1, 1)] == 1 else error
+        classes = input.shape[min(input.dim() - 1, 1)]
+        remedy = f"; {ONE_LOGIT}" if classes == 1 else from_one(target, classes, -100)
+        return IndexError(f"{error}{remedy}") if remedy not in str(error) else error
     if str(error).startswith(op) or isinstance(error, ValueError | IndexError):
         return error
     for name, value in arguments.items():

@@ -133,7 +133,8 @@ def _as_candidates(
         raise TypeError(f"candidates: expected a sequence of names or a mapping, got {short(candidates)}") from None
     for name in names:
         if not isinstance(name, str) or name not in CANDIDATES:
-            raise ValueError(f"candidates: expected names out of {', '.join(CANDIDATES)}, got {short(name)}")
+            remedy = "" if isinstance(name, str) else "; pass an object in a mapping, {'name': object}"
+            raise ValueError(f"candidates: expected names out of {', '.join(CANDIDATES)}, got {short(name)}{remedy}")
     for name, make in CANDIDATES.items():
         if name in names and name != "none":
             made[name] = make(criterion, input_kind)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import MOST_BINS, integer, one_of
-from focalkern._diagnostics import warn_outside
+from focalkern._checks import MOST_BINS, from_one, integer, one_of
+from focalkern._diagnostics import remedy_for_sum, warn_outside
 from focalkern._types import ESTIMATORS, Estimator
 
 __all__ = [
@@ -130,9 +130,13 @@ def as_probs(op: str, probs: Any, *, log: bool = False, sums: bool = True) -> Te
         if not (float(low) >= 0 and float(high) <= 1 + _ABOVE_ONE):
             inside = ((probs >= 0) & (probs <= 1 + _ABOVE_ONE)).all(-1)
             row = (~inside).nonzero()[0].tolist()
+            found = probs[tuple(row)]
+            if bool(found.isnan().any()):
+                raise ValueError(f"{op}: probs must be in [0, 1], got NaN in row {row[-1]}")
+            remedy = remedy_for_sum(found) or "; are these logits? Pass logits.softmax(-1)"
             raise ValueError(
-                f"{op}: probs must be in [0, 1], got values from {probs[tuple(row)].amin().item()} to "
-                f"{probs[tuple(row)].amax().item()} in row {row[-1]}; are these logits?"
+                f"{op}: probs must be in [0, 1], got values from {found.amin().item()} to {found.amax().item()} in row "
+                f"{row[-1]}{remedy}"
             )
         if sums:
             _warn_about_sums(op, of_rows, "rows", "the softmax of the logits, or divide each row by its sum")
@@ -203,14 +207,16 @@ def probs_and_target(
     target = as_labels(op, target, probs)
     if target.shape != probs.shape[:-1]:
         pixels = f" or [N, d1, ...] = {[len(probs), *probs.shape[2:]]}" if probs.dim() > 2 else ""
-        raise ValueError(f"{op}: target must be [N] = {list(probs.shape[:-1])}{pixels}, got {list(target.shape)}")
+        remedy = "; for one-hot rows pass target.argmax(-1)" if target.shape == probs.shape else ""
+        raise ValueError(
+            f"{op}: target must be [N] = {list(probs.shape[:-1])}{pixels}, got {list(target.shape)}{remedy}"
+        )
     if target.dtype != torch.int64:
         target = target.to(torch.int64)
     low, high = torch.aminmax(target) if target.numel() else (0, 0)
     if not 0 <= int(low) <= int(high) < max(1, probs.shape[-1]):
         outside = (target < 0) | (target >= probs.shape[-1])
         where = outside.nonzero()[0].tolist()
-        raise IndexError(
-            f"{op}: target must be in [0, {probs.shape[-1]}), got {target[tuple(where)].item()} at row {where[-1]}"
-        )
+        found = f"got {target[tuple(where)].item()} at row {where[-1]}{from_one(target, probs.shape[-1])}"
+        raise IndexError(f"{op}: target must be in [0, {probs.shape[-1]}), {found}")
     return probs, target

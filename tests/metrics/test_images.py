@@ -127,7 +127,7 @@ def test_values_of_ignored_pixels_are_not_looked_at():
     expected = metrics.nll(probs, target, ignore_index=IGNORED)
     probs[0, :, 0, 0] = torch.nan
     assert torch.equal(metrics.nll(probs, target, ignore_index=IGNORED), expected)
-    with pytest.raises(ValueError, match=r"nll: probs must be in \[0, 1\], got values from nan to nan in row 0"):
+    with pytest.raises(ValueError, match=r"nll: probs must be in \[0, 1\], got NaN in row 0"):
         metrics.nll(probs, target.clamp(max=C - 1))
 
 
