@@ -73,9 +73,9 @@ def _partial(path: Path, data: bytes) -> Iterator[Path]:
 def _name_of_partial(path: str | os.PathLike[str]) -> Path:
     final = Path(os.path.realpath(path))
     if final.is_dir():
-        raise IsADirectoryError(f"{path} is a folder")
+        raise IsADirectoryError(errno.EISDIR, "is a folder; name a file in it", os.fspath(path))
     if not final.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it first", os.fspath(path))
     if final.exists() and not os.access(final, os.W_OK):  # the file is read-only; its folder would permit to replace it
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
     return final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")

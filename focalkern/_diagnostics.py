@@ -201,6 +201,11 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
     n_rows, n_classes = input.shape
     if n_rows < _ENOUGH:
         return []
+    if bool((labels == labels[0]).all()):
+        return [
+            f"all {n_rows:,} labels are class {int(labels[0])}: the rows of the other classes are missing, and a "
+            "calibrator would only learn to predict this class"
+        ]
     top = input.argmax(-1)
     own = top == labels
     right = int(own.sum())

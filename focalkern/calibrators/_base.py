@@ -234,7 +234,10 @@ class Calibrator(Fitted):
         """
         document = read_document(path_text(cls.__name__, "path", path))
         if document["method"] != cls.method:
-            raise ValueError(f"{path}: expected a calibrator of method {cls.method!r}, found {document['method']!r}")
+            raise ValueError(
+                f"{path}: expected a calibrator of method {cls.method!r}, found {document['method']!r}; "
+                "load_calibrator reads any"
+            )
         loaded = from_document(path, document)
         loaded._look_at_next(loaded.input_kind == "logits")
         return loaded  # type: ignore[return-value]

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _FORMAT = "focalkern-calibrator"
+_WRITTEN = "the .json file of a calibrator, which save or calibrate --out wrote"
 # Increases with every change of the format. Files of released versions stay readable.
 FORMAT_VERSION = 5
 
@@ -84,14 +85,21 @@ def _plain(name: str, value: Any) -> Any:
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The parsed file. Only format, version and method are checked."""
-    with open(path, "rb") as stream:
-        data = stream.read()
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read()
+    except (FileNotFoundError, IsADirectoryError) as error:
+        found = "nothing there" if isinstance(error, FileNotFoundError) else "a folder"
+        raise type(error)(error.errno, f"expected {_WRITTEN}, found {found}", os.fspath(path)) from None
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
-        raise ValueError(f"{path}: expected a calibrator in JSON, found something else ({error})") from error
+        found = f"something else ({error})"
+        if isinstance(error, UnicodeDecodeError) or not data:
+            found = "bytes that are no text" if data else "an empty file"
+        raise ValueError(f"{path}: expected {_WRITTEN}, found {found}") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise ValueError(f'{path}: expected a calibrator with "format": "{_FORMAT}", found other JSON')
+        raise ValueError(f'{path}: expected a calibrator with "format": "{_FORMAT}", found other JSON; pass {_WRITTEN}')
     version, writer = document.get("format_version"), document.get("focalkern", "of another version")
     if isinstance(version, bool) or version != FORMAT_VERSION:
         newer = isinstance(version, int) and version > FORMAT_VERSION
@@ -110,7 +118,9 @@ def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> 
     try:
         return calibrator_from_json(document)
     except KeyError as error:
-        raise ValueError(f"{path}: not a complete calibrator, {error.args[0]!r} is missing") from error
+        raise ValueError(
+            f"{path}: not a complete calibrator, {error.args[0]!r} is missing; fit and save it again"
+        ) from error
     except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: not a valid calibrator: {error}") from error
 

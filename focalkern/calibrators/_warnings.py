@@ -69,7 +69,7 @@ def unseen_classes(class_counts: Tensor, classes: np.ndarray[Any, Any], remedy: 
         return []
     its = "its" if len(unseen) == 1 else "their"
     names = ", ".join(str(classes[one]) for one in unseen[:5]) + (", ..." if len(unseen) > 5 else "")
-    return [f"fit has no row of class {names}, so {its} probability falls (fit on rows of every class, or {remedy})"]
+    return [f"no row of fit has class {names}, so {its} probability falls (fit on rows of every class, or {remedy})"]
 
 
 def few_by_weight(of: FitData) -> list[str]:

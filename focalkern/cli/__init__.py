@@ -21,7 +21,13 @@ _COMMANDS = (calibrate, evaluate, apply, card, sweep, demo, info)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line and refers to ``--help``."""
+    """A parser that reports an error in one line and refers to ``--help``.
+
+    It takes no beginning of an option for the option: ``apply --labels`` would be ``--labels-key``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -46,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in _COMMANDS:
         module.add_parser(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
-    parsed = parser.parse_args(words)
+    parsed, others = parser.parse_known_args(words)
+    if others:
+        command = f"focalkern {parsed.command or ''}".strip()
+        parser.exit(2, f"{command}: unrecognized arguments: {' '.join(others)} (see {command} --help)\n")
     parsed.words = words
     if parsed.command is None:
         parser.print_help()

@@ -21,6 +21,7 @@ def print_note(text: str, file: TextIO | None = None) -> None:
 
     Arguments of functions in the text become options of the command.
     """
+    text = text.replace("kind='scalar'", "keep_predictions=True")  # the spline that a calibrator without options has
     print_wrapped(f"Note: {_ARGUMENTS.sub(_as_option, text)}", file)
 
 

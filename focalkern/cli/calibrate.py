@@ -311,11 +311,12 @@ def _show(
         print(study.verdict, file=said)
     # Like the table, without --all the notes leave out the ECE-optimal rows; the JSON has all rows.
     found = study.remarks if arguments.all or arguments.json else printed_remarks(study)
-    for remark in (*study.verdict.notes(), *found):
-        print_note(remark, said)
+    notes = [*study.verdict.notes(), *found]
     if study.test is study.validation:
-        print_note("--test FILE or --split 0.5 provides a separate test set.", said)
-    if found:
+        notes.append("--test FILE or --split 0.5 provides a separate test set.")
+    for note in notes:
+        print_note(note, said)
+    if notes:
         print(file=said)
 
     if study.chosen is None:

@@ -79,9 +79,9 @@ def unreadable(source: str, expected: str, error: BaseException) -> InputError:
     text = str(error).strip()
     # NumPy's error is the same for pickles and for files that are not arrays; torch's error for pickles is long.
     if "allow_pickle" in text or "Object arrays" in text:
-        found = "pickled Python objects, or something else that is not an array; they are refused"
+        found = "pickled Python objects, or something else that is not an array; they are refused; save numbers"
     elif "weights_only" in text.lower() or "Unsupported" in text or isinstance(error, pickle.UnpicklingError):
-        found = "pickled Python objects other than tensors, or a damaged file; they are refused"
+        found = "pickled Python objects other than tensors, or a damaged file; they are refused; save tensors"
     else:
         reason = text.splitlines()[0].partition(". ")[0][:200] if text else type(error).__name__
         found = f"a damaged or truncated file, or another format ({reason})"
@@ -187,7 +187,12 @@ def find_sets(
         name = names[kind if kind in present else "logits"]  # probabilities under the name of logits, as the user says
         label_name = labels_key or (f"{prefix}_labels" if prefix else "labels")
         if label_name not in arrays:
-            raise InputError(source, f"{label_name} beside {name}", _listing(arrays), hint=Hint("labels_key", "NAME"))
+            if len(arrays) > len(present):
+                named = Hint("labels_key", "NAME")
+                raise InputError(source, f"{label_name} beside {name}", _listing(arrays), hint=named)
+            raise InputError(
+                f"{source}: expected {label_name} beside {name}, found {_listing(arrays)}; save them in the same file"
+            )
         sets[prefix] = (kind, name, label_name)
     if labels_key is not None and len(sets) > 1:
         found = f"sets called {', '.join(sets)}"

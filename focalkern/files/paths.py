@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -179,7 +180,10 @@ def matches(path: str) -> list[str]:
     for file in found:
         check_file(file)
     if not found:
-        what = "a folder without any" if not is_url(path) and os.path.isdir(path) else "none that matches"
+        what = "none that matches"
+        if not is_url(path) and os.path.isdir(path):
+            below = shlex.quote(os.path.join(path, "**", "*"))
+            what = f"a folder without any of {', '.join(_SUFFIXES)}; for files in its folders pass {below}"
         raise InputError(f"{path}: expected at least one file, found {what}")
     return found
 

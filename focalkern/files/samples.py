@@ -391,7 +391,8 @@ def as_tensor(source: str, name: str, values: Any) -> Tensor:
         # torch supports only the machine's byte order.
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable))
     except TypeError as error:
-        raise InputError(f"{source}: {name}: expected an array of numbers, found {np.asarray(values).dtype}") from error
+        found = f"{np.asarray(values).dtype}{TO_FLOAT}"
+        raise InputError(f"{source}: {name}: expected an array of numbers, found {found}") from error
 
 
 def _dtype(tensor: Tensor) -> str:

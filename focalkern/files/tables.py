@@ -161,6 +161,7 @@ def read_unlabelled(
     else:
         frame = arrow_table(source, files)
         names = [str(name) for name in frame.column_names]
+    _check_header(source, names)
     kept = [place for place, name in enumerate(names) if not _is_label(name, labels_key)]
     try:
         found = class_columns([names[place] for place in kept], logits_key)
@@ -187,6 +188,17 @@ def read_unlabelled(
         found.numbers is not None,
     )
     return input_kind or found.kind or "logits", values, rest
+
+
+def _check_header(source: str, names: Sequence[str]) -> None:
+    """Raises if the names of the columns are a row of numbers. Names such as 0 and 1.0 are numbers of classes."""
+    try:
+        is_row = not all(parsed_float(name).is_integer() for name in names)
+    except ValueError:
+        return
+    if is_row:
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        raise InputError(f"{source}: expected a header line, found {shown}; begin with a line such as label,0,1,2")
 
 
 def _is_label(name: str, labels_key: str | None) -> bool:
@@ -263,6 +275,7 @@ class _Table:
         labels_key: str | None,
     ) -> None:
         self.source = source
+        _check_header(source, names)
         places = [place for place, name in enumerate(names) if _is_label(name, labels_key)]
         if len(places) != 1:
             called = labels_key if labels_key is not None else "label, labels or target"

@@ -170,10 +170,14 @@ def check_fits(name: str, calibrator: Calibrator, rows: Samples | UnlabelledRows
         raise InputError(f"{name}: expected a calibrator of [N, C] {rows.kind}, found one of one logit per row")
     kind = getattr(calibrator, "input_kind", rows.kind)
     if rows.kind != kind:
-        raise InputError(f"{rows.source}: expected {kind}, for which {name} was fitted, found {rows.kind}")
+        raise InputError(
+            f"{rows.source}: expected {kind}, for which {name} was fitted, found {rows.kind}; pass {kind}, or fit a "
+            f"calibrator to {rows.kind}"
+        )
     if rows.n_classes != calibrator.n_classes_:
         raise InputError(
-            f"{rows.source}: expected the {calibrator.n_classes_} classes of {name}, found {rows.n_classes}"
+            f"{rows.source}: expected the {calibrator.n_classes_} classes of {name}, found {rows.n_classes}; use a "
+            "calibrator of the same network"
         )
     wanted = calibrator._expected_columns(columns)
     check_column_names(f"the columns to which {name} was fitted", wanted, rows.source, columns)

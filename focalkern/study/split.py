@@ -44,7 +44,9 @@ def select_samples(
         raise InputError(test_labels, "a file of test rows for these labels", "none", hint=Hint("test", "FILE"))
     if split is not None:
         if len(sets) > 1:
-            raise InputError(f"{source}: expected one set to split, found {' and '.join(map(_named, sets))}")
+            raise InputError(
+                f"{source}: expected one set to split, found {' and '.join(map(_named, sets))}; leave out the split"
+            )
         (rows,) = sets.values()
         first = round(split * len(rows))
         if not 0 < first < len(rows):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from focalkern._atomic import write_atomically, write_together
-from focalkern._checks import flag, integer, one_of, path_text, short
+from focalkern._checks import count_rows, flag, integer, one_of, path_text, short
 from focalkern._devices import one_thread
 from focalkern._progress import ProgressBar
 from focalkern._types import PROPER, Proper
@@ -351,7 +351,8 @@ def _halves(sets: dict[str, LogitSet], seed: int) -> tuple[LogitSet, LogitSet, b
         return sets["val"], sets["test"], False
     (rows, *others) = sets.values()
     if others or len(rows) < 2:
-        raise InputError(f"{rows.source}: expected val_* and test_*, or one set of at least 2 rows")
+        found = f"{len(sets)} sets" if others else count_rows(len(rows))
+        raise InputError(f"{rows.source}: expected val_* and test_*, or one set of at least 2 rows, found {found}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     first, second = order.tensor_split(2)
     return rows.rows(first, "a random half"), rows.rows(second, "the other half"), True

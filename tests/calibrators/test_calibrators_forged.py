@@ -211,5 +211,5 @@ def test_numbers_that_no_fit_can_have_are_named(documents, method, change, words
 @pytest.mark.parametrize("wrap", ["[", '{"a":'])
 def test_json_that_is_nested_deep_is_named(wrap, tmp_path):
     (tmp_path / "calibrator.json").write_text(wrap * 100_000)
-    with pytest.raises(ValueError, match=r"calibrator\.json: expected a calibrator in JSON, found something else"):
+    with pytest.raises(ValueError, match=r"calibrator\.json: expected the .json file of a calibrator, which save or"):
         fk.load_calibrator(tmp_path / "calibrator.json")

@@ -79,10 +79,27 @@ def test_a_missing_folder_is_named_as_it_was_given(tmp_path):
 
 
 def test_a_folder_is_not_overwritten(tmp_path):
-    with pytest.raises(IsADirectoryError, match="is a folder"):
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
         fitted().save(tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="its folder does not exist; create it first"):
         fitted().save(tmp_path / "missing" / "calibrator.json")
+
+
+def test_a_file_that_is_no_calibrator_is_named_with_what_is(tmp_path):
+    wanted = "expected the .json file of a calibrator, which save or calibrate --out wrote, found"
+    for error, content, found in (
+        (FileNotFoundError, None, "nothing there"),
+        (ValueError, b"", "an empty file"),
+        (ValueError, b"PK\x03\x92", "bytes that are no text"),
+        (ValueError, b"{", "something else"),
+    ):
+        path = tmp_path / "calibrator.json"
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(error, match=f"{wanted} {found}"):
+            load_calibrator(path)
+    with pytest.raises(IsADirectoryError, match=f"{wanted} a folder"):
+        load_calibrator(tmp_path)
 
 
 def change(**changes):
@@ -104,9 +121,9 @@ def change(**changes):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda document: b"", "expected a calibrator in JSON"),
-        (lambda document: json.dumps(document).encode()[:-40], "expected a calibrator in JSON"),
-        (lambda document: pickle.dumps(document), "expected a calibrator in JSON"),
+        (lambda document: b"", "expected the .json file of a calibrator"),
+        (lambda document: json.dumps(document).encode()[:-40], "expected the .json file of a calibrator"),
+        (lambda document: pickle.dumps(document), "expected the .json file of a calibrator"),
         (lambda document: b"[1, 2]", "found other JSON"),
         (change(format="other"), "found other JSON"),
         (change(format_version=99), "upgrade focalkern"),

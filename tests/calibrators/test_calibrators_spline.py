@@ -209,7 +209,7 @@ def test_a_class_without_rows_is_named():
     target = torch.where(target == 2, 0, target)
     assert SplineScaling().fit_quietly(logits, target).warnings_ == ()
     for kind in ("vector", "matrix"):
-        with pytest.warns(fk.CalibrationWarning, match="fit has no row of class 2, so its probability falls"):
+        with pytest.warns(fk.CalibrationWarning, match="no row of fit has class 2, so its probability falls"):
             fitted = SplineScaling(kind=kind).fit(logits, target)
         assert fitted.bias_.argmin() == 2
     with pytest.warns(fk.CalibrationWarning, match="5 rows of fit may be too few for a spline"):

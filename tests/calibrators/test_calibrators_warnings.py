@@ -288,7 +288,7 @@ def test_a_choice_has_the_warnings_of_the_chosen_calibrator():
     for calibrator in (fk.IsotonicCalibration(), fk.StructuredScaling(solver="lbfgs"), fk.SplineScaling(kind="vector")):
         alone = copy.deepcopy(calibrator).fit_quietly(logits, target)
         assert any(
-            "fit has no row of class 2, so its probability falls (fit on rows" in words for words in alone.warnings_
+            "no row of fit has class 2, so its probability falls (fit on rows" in words for words in alone.warnings_
         )
         chosen = fk.AutoCalibrator(candidates={"only": calibrator}).fit_quietly(logits, target)
         assert chosen.chosen_ == "only"

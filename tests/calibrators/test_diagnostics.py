@@ -39,6 +39,7 @@ ORDER = torch.tensor([3, 5, 0, 1, 2, 4])
         (Z + torch.tensor([50.0, 0, 0, 0, 0, 0]), Y, "the logits of one class are too high"),
         (RARE + torch.tensor([0.0, 3.0]), RARE_LABELS, "the logits of one class are too high"),
         (Z, Y[torch.randperm(1000, generator=torch.Generator().manual_seed(1))], "no more than chance (16"),
+        (Z[Y == 2], Y[Y == 2], "labels are class 2: the rows of the other classes are missing"),
         (Z, torch.where(Y == 2, 4, Y), "class 2 never occurs as a label, but has the largest logit in"),
     ],
 )

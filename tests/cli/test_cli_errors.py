@@ -34,11 +34,16 @@ def one_line(code, out, err):
     ("arguments", "words"),
     [
         (("train",), "invalid choice"),
+        (
+            ("apply", "c.json", "SINGLE", "--labels", "y.npy", "--out", "p.npy"),
+            "apply: unrecognized arguments: --labels",
+        ),
+        (("--split",), "focalkern: unrecognized arguments: --split (see focalkern --help)"),
         (("calibrate",), "the following arguments are required: VAL"),
         (("calibrate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
         (("evaluate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
         (("evaluate", "calibrator.json", "SINGLE"), "found .json; pass a calibrator as --calibrator calibrator.json"),
-        (("calibrate", "BOTH", "--split", "0.5"), "expected one set to split, found val_* and test_*"),
+        (("calibrate", "BOTH", "--split", "0.5"), "found val_* and test_*; leave out the split"),
         (
             ("calibrate", "SINGLE", "--split", "0.5", "--test", "BOTH"),
             "expected either a file of test rows or a share to split off, found both",
@@ -122,8 +127,11 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--out", "no/such/folder/a.json"), "expected a file in an existing folder"),
         (("calibrate", "SINGLE", "--out", "."), "expected a file for --out, found a folder"),
         (("calibrate", "SINGLE", "--report", "SINGLE"), "expected a folder for --report, found a file"),
-        (("evaluate", "SINGLE", "--calibrator", "missing.json"), "missing.json: No such file or directory"),
-        (("evaluate", "SINGLE", "--calibrator", "SINGLE"), "expected a calibrator in JSON"),
+        (
+            ("evaluate", "SINGLE", "--calibrator", "missing.json"),
+            "which save or calibrate --out wrote, found nothing there",
+        ),
+        (("evaluate", "SINGLE", "--calibrator", "SINGLE"), "calibrate --out wrote, found bytes that are no text"),
         (("evaluate", "OTHER", "--calibrator", "SAVED"), "expected the 5 classes of"),
         (("evaluate", "PROBS", "--calibrator", "SAVED"), "expected logits, for which"),
         (("demo", "--out", "SINGLE"), "expected a folder for --out, found a file"),

@@ -307,7 +307,7 @@ def test_labels_option_for_a_file_that_has_its_own(tmp_path):
     ("text", "words"),
     [
         ("", "found none in: an empty file"),
-        ("1,0.5,0.5\n", "expected a header line with one column called label, labels or target, found none"),
+        ("1,0.5,0.5\n", "expected a header line, found 1, 0.5, 0.5; begin with a line such as label,0,1,2"),
         ("label,target,a\n", "found several in: label, target, a"),
         ("label,a,b\n", "expected at least one row, found none"),
         ("label,a,b\n0,1.0\n", "line 2: expected 3 columns as in the header, found 2"),

@@ -6,6 +6,7 @@ import pytest
 import focalkern as fk
 from focalkern.files import InputError, read_sets
 from focalkern.files.inputs import open_unlabelled
+from focalkern.files.paths import matches
 from focalkern.study import stream_sets
 
 PROBS = np.array([[0.2, 0.8], [1.0, 0.0], [0.5, 0.5]], dtype=np.float32)
@@ -129,6 +130,48 @@ def test_two_columns_hold_one_logit():
         fk.TemperatureScaling().fit_quietly(Z, BINARY),
     )
     assert of_columns.temperature_ == of_one.temperature_
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"logits": TWO}, r"found logits \[6, 2\]; save them in the same file$"),
+        ({"logits": TWO, "y": BINARY}, r"y \[6\]; pass labels_key=NAME$"),
+        (
+            {"logits": TWO.astype("U8"), "labels": BINARY},
+            r"found <U8; convert them .* in NumPy with .astype\('float32'\)",
+        ),
+    ],
+)
+def test_labels_that_are_missing_and_numbers_as_text(arrays, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        read_sets(write(tmp_path / "a.npz", **arrays))
+    assert len(read_sets(write(tmp_path / "a.npz", logits=TWO, labels=BINARY))[""]) == 6
+
+
+def test_a_table_without_a_header(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("1,-0.5,2.25\n0,1.5,0.5\n")
+    for read in (read_sets, open_unlabelled):
+        with pytest.raises(
+            InputError, match=r"header line, found 1, -0.5, 2.25; begin with a line such as label,0,1,2$"
+        ):
+            read(path)
+    path.write_text("label,0,1\n" + path.read_text())
+    assert read_sets(path)[""].labels.tolist() == [1, 0]
+    path.write_text("0,1\n-0.5,2.25\n1.5,0.5\n")  # numbers of classes
+    assert open_unlabelled(path)[""].shape == (2, 2)
+
+
+def test_a_folder_of_folders(tmp_path):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    write(tmp_path / "runs" / "a" / "x.npz", logits=TWO, labels=BINARY)
+    with pytest.raises(
+        InputError, match=r"found a folder without any of .npz, .* for files in its folders pass "
+    ) as caught:
+        read_sets(str(tmp_path / "runs"))
+    pattern = str(caught.value).rpartition(" ")[2].strip("'")
+    assert matches(pattern) == [str(tmp_path / "runs" / "a" / "x.npz")]
 
 
 def test_a_damaged_table(tmp_path):

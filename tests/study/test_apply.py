@@ -204,7 +204,7 @@ def test_an_array_by_name_and_half_precision(folder, run):
         (("c.json", "five_logits.npy", "--out", "p.npy"), "expected the 4 classes of c.json, found 5"),
         (("c.json", "x_probs.npy", "--out", "p.npy"), "expected logits, for which c.json was fitted, found probs"),
         (("c.json", "nan_logits.npy", "--out", "p.npy"), "found NaN in row 33"),
-        (("x_logits.npy", "x_logits.npy", "--out", "p.npy"), "expected a calibrator in JSON"),
+        (("x_logits.npy", "x_logits.npy", "--out", "p.npy"), "expected the .json file of a calibrator"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(folder, run, arguments, words):
