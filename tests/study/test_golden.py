@@ -62,7 +62,8 @@ FILES = {
 
 
 class Words(HTMLParser):
-    """The text of a page, one line per element, with the texts of attributes and of the script's data."""
+    """The text of a page, one line per element (not per word of a command), with the texts of attributes and of the
+    script's data."""
 
     def __init__(self, page):
         super().__init__()
@@ -73,6 +74,9 @@ class Words(HTMLParser):
     def handle_starttag(self, tag, attributes):
         if tag == "wbr":
             return
+        if tag == "span" and self.open[-1][0] == "code":
+            self.open.append((tag, None))
+            return
         found = dict(attributes)
         self.lines += [f"{name}: {found[name]}" for name in ("alt", "aria-label") if found.get(name)]
         self.lines += [f"# {found['id']}"] if tag == "section" else []
@@ -81,8 +85,8 @@ class Words(HTMLParser):
             self.open.append((tag, found.get("id")))
 
     def handle_endtag(self, tag):
-        self.open.pop()
-        self.lines.append("")
+        if self.open.pop()[0] != "span" or self.open[-1][0] != "code":
+            self.lines.append("")
 
     def handle_data(self, data):
         if self.open and self.open[-1] == ("script", "explorer-data"):

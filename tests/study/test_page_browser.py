@@ -7,6 +7,7 @@ FOCALKERN_REQUIRE_PEERS=1 (continuous integration).
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -247,6 +248,35 @@ def test_nothing_is_cut(page, width, mode):
     # Dark text on light, or light on dark.
     luminance = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
     assert (max(page.execute_script(f"return {luminance}")) < 64) == (mode == "dark")
+
+
+def test_commands_break_between_words(page):
+    resize(page, 320)
+    page.refresh()
+    words = page.find_elements(By.CSS_SELECTOR, ".use pre span")
+    whole = [word for word in words if len(word.text) < 30]  # a longer one is broken
+    assert any(word.text == "--out" for word in whole)
+    one_line = page.find_element(By.CSS_SELECTOR, ".use pre code span").size["height"]
+    assert {word.size["height"] for word in whole} == {one_line}
+    lines = [code.get_attribute("textContent") for code in page.find_elements(By.CSS_SELECTOR, ".use pre code")]
+    assert lines[0].startswith("focalkern apply ") and "import focalkern as fk" in lines
+
+
+def test_commands_of_the_documentation_scroll(chromium, tmp_path):
+    style = Path(__file__).parents[2] / "docs" / "_static" / "focalkern.css"
+    command = "focalkern calibrate logits.npz --split 0.5 --out calibrator.json --report report"
+    blocks = "".join(f'<div class="highlight-{kind}"><pre>{command}</pre></div>' for kind in ("sh", "python"))
+    plain = '<meta name="viewport" content="width=device-width">'
+    plain += "<style>pre { overflow: auto; white-space: pre; }</style>"
+    (tmp_path / "page.html").write_text(
+        f'<!doctype html>{plain}<link rel="stylesheet" href="{style.as_uri()}"><div class="bd-article">{blocks}</div>'
+    )
+    resize(chromium, 390)
+    chromium.get((tmp_path / "page.html").as_uri())
+    commands, python = chromium.find_elements(By.TAG_NAME, "pre")
+    assert commands.size["height"] < python.size["height"]
+    hidden = "return arguments[0].scrollWidth - arguments[0].clientWidth"
+    assert chromium.execute_script(hidden, commands) > 0 == chromium.execute_script(hidden, python)
 
 
 def test_bins_with_few_samples_are_pale(page):
