@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from focalkern._types import InputKind
 from focalkern.files.paths import NamedFiles, suffix_of
 from focalkern.study import python_lines
 
@@ -43,8 +44,8 @@ def _without_secrets(words: list[str]) -> list[str]:
     return shown
 
 
-def print_next(arguments: argparse.Namespace, file: Any) -> None:
-    """Prints the commands, and three lines of Python."""
-    python = python_lines(saved_calibrator(arguments) or "calibrator.json")
+def print_next(arguments: argparse.Namespace, kind: InputKind, file: Any) -> None:
+    """Prints the commands, and three lines of Python for rows of this kind."""
+    python = python_lines(saved_calibrator(arguments) or "calibrator.json", kind)
     print("\n".join(["Next:", *(f"  {line}" for line in next_commands(arguments))]), file=file)
     print("\n".join(["In Python:", *(f"  {line}" for line in python)]), file=file)

@@ -328,7 +328,7 @@ def _show(
     for line in written:
         print(line, file=said)
     if study.chosen is not None:
-        print_next(arguments, said)
+        print_next(arguments, study.validation.kind, said)
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

@@ -63,7 +63,7 @@ def calibrator_card(path: str | os.PathLike[str]) -> str:
         "": _front_matter(Path(name).name, method, evidence),
         "Details": _details(document, calibrator, method, evidence),
         "Uses": _uses(calibrator, evidence),
-        "How to start": _start(name),
+        "How to start": _start(name, calibrator),
         "Data": _data(evidence),
         "Evaluation": _evaluation(evidence),
         "Limits": _limits(document, evidence),
@@ -109,8 +109,10 @@ def _uses(calibrator: Calibrator, evidence: Mapping[str, Any]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _start(path: str) -> str:
-    return f'```python\nimport focalkern as fk\n\nprobs = fk.load_calibrator("{path}").predict_proba(logits)\n```'
+def _start(path: str, calibrator: Calibrator) -> str:
+    kind = getattr(calibrator, "input_kind", "logits")
+    call = f'{"probs" if kind == "logits" else "calibrated"} = fk.load_calibrator("{path}").predict_proba({kind})'
+    return f"```python\nimport focalkern as fk\n\n{call}\n```"
 
 
 def _data(evidence: Mapping[str, Any]) -> str:

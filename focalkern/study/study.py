@@ -170,7 +170,9 @@ class Study(JudgedComparison):
         if self.chosen is None:
             return str(self.verdict)
         save = '\n  study.save("calibrator.json")' if isinstance(self.calibrator, Calibrator) else ""
-        return f"{self.verdict}\nNext:\n  probs = study.calibrator.predict_proba(logits){save}"
+        kind = self.validation.kind
+        result = "probs" if kind == "logits" else "calibrated"
+        return f"{self.verdict}\nNext:\n  {result} = study.calibrator.predict_proba({kind}){save}"
 
     def __repr__(self) -> str:
         use = "nothing" if self.chosen is None else self.chosen.label

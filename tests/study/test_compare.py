@@ -40,6 +40,14 @@ def test_accepted_rows_are_those_of_accept_threshold():
             fk.compare_calibrators(sample(400, 0), accept_risk=value)
 
 
+def test_the_next_step_of_probabilities_takes_probabilities():
+    logits, labels = sample(400, 0)
+    study = fk.compare_calibrators(
+        (logits.softmax(-1), labels), input_kind="probs", candidates=["temperature"], resamples=0
+    )
+    assert "\nNext:\n  calibrated = study.calibrator.predict_proba(probs)\n" in str(study)
+
+
 def test_the_verdict_of_over_confident_rows_is_temperature_scaling(study):
     fitted = RobustTemperatureScaling().fit(*sample(400, 0))
     assert isinstance(study.calibrator, RobustTemperatureScaling)

@@ -12,7 +12,7 @@ from typing import Any
 from focalkern import metrics
 from focalkern._atomic import write_together
 from focalkern._checks import counted
-from focalkern._types import LOSS_NAMES
+from focalkern._types import LOSS_NAMES, InputKind
 from focalkern.calibrators import Calibrator, SplineScaling
 from focalkern.calibrators._spline_shown import describe_curve
 from focalkern.calibrators._verdict import sentence
@@ -68,7 +68,7 @@ def write_report(
     if isinstance(calibrator, Calibrator):
         if saved is None:
             files["calibrator.json"] = calibrator._to_bytes(evidence(comparison))
-        python = python_lines(saved or folder / "calibrator.json")
+        python = python_lines(saved or folder / "calibrator.json", comparison.validation.kind)
         next_steps = {**({"Next": commands} if commands else {}), "In Python": python}
     files |= {
         "table.csv": to_csv(comparison).encode(),
@@ -79,14 +79,14 @@ def write_report(
     return write_together(folder, files)
 
 
-def python_lines(saved: str | os.PathLike[str]) -> list[str]:
-    """Three lines of Python that apply the saved calibrator."""
+def python_lines(saved: str | os.PathLike[str], kind: InputKind = "logits") -> list[str]:
+    """Three lines of Python that apply the saved calibrator, which was fitted to this kind of rows."""
     name = str(saved)
     quoted = json.dumps(name, ensure_ascii=not name.isprintable())  # a name that is not UTF-8 cannot be printed
     return [
         "import focalkern as fk",
         f"calibrator = fk.load_calibrator({quoted})",
-        "probs = calibrator.predict_proba(logits)",
+        f"{'probs' if kind == 'logits' else 'calibrated'} = calibrator.predict_proba({kind})",
     ]
 
 
