@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import os
 import signal
@@ -17,6 +18,7 @@ from focalkern.files import InputError
 
 __all__ = ["main"]
 
+_EXTRA = ("tabulate", "matplotlib", "jinja2")  # packages of the extra cli without which commands fail
 _COMMANDS = (calibrate, evaluate, apply, card, sweep, demo, info)
 
 
@@ -71,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(parsed.command, in_options(problem))
     except ImportError as error:
         package = error.name or ""
-        if package in ("jinja2", "matplotlib", "tabulate"):
-            return _fail(parsed.command, f"{package} is needed for this: pip install {package}")
+        if package in _EXTRA:  # all at once, because the next one would be the next error
+            missing = [name for name in _EXTRA if name == package or importlib.util.find_spec(name) is None]
+            return _fail(parsed.command, f"{package} is needed for this: pip install {' '.join(missing)}")
         return _fail(parsed.command, str(error))
     except ValueError as error:
         return _fail(parsed.command, str(error))

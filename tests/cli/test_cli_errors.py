@@ -208,6 +208,13 @@ def test_a_missing_package_is_one_line_with_the_command(package, both, run, monk
     assert command in one_line(*run(*arguments))
 
 
+def test_all_missing_packages_are_in_the_command(both, run, monkeypatch):
+    for package in ("tabulate", "matplotlib", "jinja2"):
+        monkeypatch.setitem(sys.modules, package, None)
+    said = one_line(*run("evaluate", both))
+    assert said.endswith("tabulate is needed for this: pip install tabulate matplotlib jinja2\n")
+
+
 def test_the_reader_of_a_pipe_may_go(both):
     command = [sys.executable, "-m", "focalkern", "evaluate", str(both)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,12 @@ def test_public_functions_and_classes_are_documented():
 def test_citation_names_the_version():
     citation = Path(__file__).resolve().parents[2] / "CITATION.cff"
     assert f"\nversion: {fk.__version__}\n" in citation.read_text()
+
+
+def test_the_page_about_wheels_names_the_packages_of_the_command():
+    folder = Path(__file__).parents[2]
+    extra = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cli"]
+    assert f"pip install {' '.join(extra)}\n" in (folder / "docs" / "install.md").read_text()
 
 
 def test_version_is_the_one_installed():
