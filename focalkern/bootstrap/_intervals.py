@@ -322,7 +322,7 @@ def _names(op: str, probs: Any, confidence: Any) -> tuple[str, ...]:
     given = probs if confidence is None else confidence
     if not isinstance(given, Mapping):
         kind = "probs" if confidence is None else "confidence"
-        raise TypeError(f"{op}: {kind} must map names to tensors, got {type(given).__name__}")
+        raise TypeError(f"{op}: {kind} must map names to tensors, got {type(given).__name__}; pass {{'name': {kind}}}")
     if not given:
         raise ValueError(f"{op}: expected at least one calibrator, got none")
     return tuple(given)

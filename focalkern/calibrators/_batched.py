@@ -116,7 +116,8 @@ def _fitted(
     logits, labels = as_tensor(logits, f"{op}: logits").detach(), as_tensor(labels, f"{op}: labels")
     weights = None if weight is None else as_tensor(weight, f"{op}: weight")
     if logits.dim() != 3:
-        raise ValueError(f"{op}: logits must be [B, N, C], got shape {list(logits.shape)}")
+        remedy = "; for one network pass logits[None] and labels[None]" if logits.dim() == 2 else ""
+        raise ValueError(f"{op}: logits must be [B, N, C], got shape {list(logits.shape)}{remedy}")
     for name, given in (("labels", labels), ("weight", weights)):
         if given is not None and given.shape != logits.shape[:2]:
             raise ValueError(f"{op}: {name} must be [B, N] = {list(logits.shape[:2])}, got {list(given.shape)}")

@@ -301,7 +301,8 @@ def as_binary(name: str, target: Any, input: Tensor, ignore_index: int | None) -
     if ignore_index is not None:
         ignore_index = label(name, "ignore_index", ignore_index, " or None")
     if labels.shape != input.shape:
-        raise ValueError(f"{name}: target must be [N, L] = {list(input.shape)}, got {list(labels.shape)}")
+        remedy = "; for one class per row use another calibrator" if labels.dim() == 1 else ""
+        raise ValueError(f"{name}: target must be [N, L] = {list(input.shape)}, got {list(labels.shape)}{remedy}")
     # The comparisons are false for NaN, so NaN raises too.
     good = (labels == 0) | (labels == 1)
     known = torch.ones_like(good) if ignore_index is None else labels != ignore_index

@@ -116,7 +116,7 @@ def _as_probs(name: str, values: Any) -> Tensor:
         raise ValueError(f"per_class_report: {name} must be [N, C], got shape {list(probs.shape)}")
     # The comparisons are false for NaN, so NaN raises too.
     if not bool(((probs >= 0) & (probs <= 1 + 1e-3)).all()):
-        raise ValueError(f"per_class_report: {name} must be in [0, 1]; are these logits?")
+        raise ValueError(f"per_class_report: {name} must be in [0, 1]; are these logits? Pass logits.softmax(-1)")
     return probs
 
 

@@ -135,8 +135,8 @@ def as_probs(op: str, probs: Any, *, log: bool = False, sums: bool = True) -> Te
                 raise ValueError(f"{op}: probs must be in [0, 1], got NaN in row {row[-1]}")
             remedy = remedy_for_sum(found) or "; are these logits? Pass logits.softmax(-1)"
             raise ValueError(
-                f"{op}: probs must be in [0, 1], got values from {found.amin().item()} to {found.amax().item()} in row "
-                f"{row[-1]}{remedy}"
+                f"{op}: probs must be in [0, 1], got values from {found.amin().item():g} to {found.amax().item():g} in "
+                f"row {row[-1]}{remedy}"
             )
         if sums:
             _warn_about_sums(op, of_rows, "rows", "the softmax of the logits, or divide each row by its sum")

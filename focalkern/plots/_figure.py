@@ -83,7 +83,7 @@ def checked_level(op: str, level: Any) -> float:
 
 def checked_bins(op: str, bins: Any) -> ReliabilityBins:
     if not isinstance(bins, ReliabilityBins):
-        raise TypeError(f"{op}: bins must be ReliabilityBins, got {short(bins)}")
+        raise TypeError(f"{op}: bins must be ReliabilityBins, got {short(bins)}; pass metrics.reliability_bins(...)")
     bins = with_tensors(bins)
     if bins.count.dim() != 1:
         raise ValueError(f"{op}: bins must be [n_bins], got shape {list(bins.count.shape)}")

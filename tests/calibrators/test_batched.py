@@ -110,7 +110,7 @@ def test_probabilities_arrays_and_bounds(batch):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda z, y, w: (z[0], y[0], None), ValueError, r"logits must be \[B, N, C\], got shape \[300, 4\]"),
+        (lambda z, y, w: (z[0], y[0], None), ValueError, r"logits must be \[B, N, C\], got shape \[300, 4\]; for one"),
         (lambda z, y, w: (z, y[:, 1:], None), ValueError, r"labels must be \[B, N\] = \[5, 300\], got \[5, 299\]"),
         (lambda z, y, w: (z, y, w[0]), ValueError, r"weight must be \[B, N\] = \[5, 300\], got \[300\]"),
         (lambda z, y, w: (z, y.index_fill(0, torch.tensor(2), 4), w), IndexError, "network 2: target must be in"),

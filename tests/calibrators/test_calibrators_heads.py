@@ -251,6 +251,7 @@ def test_independent_labels_are_saved(tmp_path, scaling):
 @pytest.mark.parametrize(
     ("spoil", "error", "words"),
     [
+        (lambda z, y: (z, y[:, 0]), ValueError, "got [300]; for one class per row use another calibrator"),
         (lambda z, y: (z, y[:, :3]), ValueError, "target must be [N, L] = [300, 4], got [300, 3]"),
         (lambda z, y: (z, y + 1), ValueError, "target must be 0 or 1, got 2 at row"),
         (lambda z, y: (z, y.double() * math.nan), ValueError, "target must be 0 or 1, got nan at row 0, label 0"),

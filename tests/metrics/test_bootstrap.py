@@ -266,7 +266,7 @@ def test_a_bar_shows_when_it_is_asked_for(capsys):
     [
         (lambda p, y: paired_bootstrap(None, y), ValueError, "either probs or confidence, got neither"),
         (lambda p, y: paired_bootstrap({"a": p}, y, confidence={"a": p[:, 0]}), ValueError, "got both"),
-        (lambda p, y: paired_bootstrap(p, y), TypeError, "probs must map names to tensors, got Tensor"),
+        (lambda p, y: paired_bootstrap(p, y), TypeError, "names to tensors, got Tensor; pass {'name': probs}"),
         (lambda p, y: paired_bootstrap({}, y), ValueError, "at least one calibrator, got none"),
         (lambda p, y: paired_bootstrap({"T": p.log()}, y), ValueError, "'T': probs must be in [0, 1]"),
         (lambda p, y: paired_bootstrap({"T": p}, y, log=True), ValueError, "'T': probs must be log-probabilities"),
