@@ -49,6 +49,8 @@ _BLOCK = 1 << 22
 _FIRST = 64
 # Fewer rows in common, or copies, are chance.
 _FEWEST_SHARED, _SHARED = 5, 0.05
+# A float32 of four decimals differs from them by less than this, in units of the last decimal.
+_NEAR = 0.02
 # The sample of a large set: at most this many rows and numbers, in blocks, because a shift of the labels shows only in
 # neighbouring rows.
 _SAMPLED_ROWS, _SAMPLED_NUMBERS, _SAMPLED_BLOCKS = 1 << 16, 1 << 21, 16
@@ -324,8 +326,9 @@ def rows_digest(input: Tensor, labels: Tensor) -> int:
 def repeated_rows(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any] | None:
     """[N] int64: the number of each row among the distinct rows with their labels, if many rows are copies; else None.
 
-    Many are 5 % of the rows. The outputs of a tree have few distinct rows that are no copies: then rows with equal
-    logits have different labels, or one output is most frequent. Then the result is None.
+    Many are 5 % of the rows. Equal rows of four decimals or of saturated probabilities are no copies and do not count.
+    Nor are the equal outputs of a tree: then rows with equal logits have different labels, or one output is most
+    frequent, and the result is None.
 
     Args:
         input: [N, C] floating point.
@@ -345,7 +348,8 @@ def copies_of(of_inputs: np.ndarray[Any, Any], of_rows: np.ndarray[Any, Any]) ->
     least = max(_FEWEST_SHARED, _SHARED * n_rows)
     distinct, number, counts = np.unique(of_rows, return_inverse=True, return_counts=True)
     n_copies = n_rows - len(distinct)
-    if n_copies < least or counts.max() > 0.1 * n_rows:
+    telling = of_rows[of_rows % 2 == 1]
+    if len(telling) - len(np.unique(telling)) < least or counts.max() > 0.1 * n_rows:
         return None
     other_labels = len(distinct) - len(np.unique(of_inputs))
     return None if other_labels > 0.01 * n_copies else number.reshape(-1)
@@ -357,7 +361,7 @@ def _hashes(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any]:
 
 
 def row_hashes(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any]:
-    """[2, N] 64-bit hashes of the rows without and with their labels."""
+    """[2, N] 64-bit hashes of the rows without and with their labels, odd for rows that no other equals by chance."""
     odd = np.random.default_rng(0).integers(1 << 62, size=input.shape[1] + 1, dtype=np.uint64) | np.uint64(1)
     parts = []
     size = max(1, _BLOCK // input.shape[1])
@@ -367,5 +371,14 @@ def row_hashes(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any]:
         with np.errstate(over="ignore"):
             of_inputs = (mixed * odd[:-1]).sum(-1, dtype=np.uint64)
             both = np.stack([of_inputs, of_inputs + of_block.cpu().numpy().astype(np.uint64) * odd[-1]])
-        parts.append(both ^ (both >> np.uint64(32)))
+        both ^= both >> np.uint64(32)
+        parts.append(both & ~np.uint64(1) | _identify(block).cpu().numpy().astype(np.uint64))
     return np.concatenate(parts, 1) if parts else np.empty((2, 0), dtype=np.uint64)
+
+
+def _identify(rows: Tensor) -> Tensor:
+    """[N] bool: whether the largest values of a row identify it. They differ, and one has more than four decimals."""
+    top = rows.topk(min(8, rows.shape[1])).values.double()
+    n_values = (top[:, 1:] != top[:, :-1]).sum(-1) + 1
+    scaled = 1e4 * top.where(top.isfinite(), 0.0)
+    return (n_values >= min(5, rows.shape[1])) & ((scaled - scaled.round()).abs() > _NEAR).any(-1)

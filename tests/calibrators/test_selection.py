@@ -365,6 +365,30 @@ def test_copies_of_a_row_stay_in_one_fold():
     assert calibrator.verdict_.warnings[0].startswith("180 of the 240")
 
 
+# Rows of a confident network that are equal by chance: few decimals, clipped or saturated probabilities.
+@pytest.mark.parametrize("n_classes", [2, 3, 10])
+@pytest.mark.parametrize("form", ["2 digits", "3 digits", "4 digits", "float32", "clipped", "saturated", "logits"])
+def test_equal_rows_of_few_digits_are_no_copies(form, n_classes):
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(3000, n_classes, generator=generator, dtype=torch.float64)
+    probs, target = logits.softmax(-1), logits.argmax(-1)
+    input = {
+        "2 digits": probs.round(decimals=2),
+        "3 digits": probs.round(decimals=3),
+        "4 digits": probs.round(decimals=4),
+        "float32": probs.round(decimals=3).float(),
+        "clipped": probs.clamp(1e-3, 1 - 1e-3),
+        "saturated": (20 * logits).float().softmax(-1),
+        "logits": logits.round(),
+    }[form]
+    assert repeated_rows(input, target) is None
+    # Copies among rows that are not saturated are found in any dtype.
+    twice = torch.arange(3000).repeat(2)
+    for found in (logits, logits.bfloat16(), probs, probs.float()):
+        number = repeated_rows(found[twice], target[twice])
+        assert number is not None and number.max() < 3000
+
+
 def test_few_copies_and_the_outputs_of_trees_are_no_copies():
     logits, target = draw(1000, 5)
     assert repeated_rows(logits, target) is None
