@@ -180,15 +180,15 @@ def call_operator(
         float32_loss = is_half and common == torch.float32
     options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
     has_kernel = label_smoothing == 0 or _smooths_on(kind, device_type)
-    is_transformed = torch._C._are_functorch_transforms_active()
+    is_number = type(gamma) is float or type(gamma) is int
+    if is_number and has_kernel and _computes_gradient(input, target, gamma, reduction):
+        numbers = (reduction, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
+        loss, _ = _loss_with_gradient(input, target, float(gamma), weight, *numbers)
+        return loss
     if not isinstance(gamma, Tensor):
-        if has_kernel and not is_transformed and _computes_gradient(input, target, gamma, reduction):
-            numbers = (reduction, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
-            loss, _ = _loss_with_gradient(input, target, float(gamma), weight, *numbers)
-            return loss
         # A tensor, not a constant of the graph, so that another value does not compile again.
         gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
-    if is_transformed or not has_kernel:
+    if not has_kernel or torch._C._are_functorch_transforms_active():
         return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
     loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
     return loss
@@ -199,19 +199,18 @@ def _smooths_on(kind: int, device_type: str) -> bool:
     return row_loss_of(kind).smooths_on(device_type)
 
 
-def _computes_gradient(input: Tensor, target: Tensor, gamma: float, reduction: int) -> bool:
+def _computes_gradient(input: Tensor, target: Tensor, gamma: Any, reduction: int) -> bool:
     """Whether the forward pass of a compiled graph also computes the gradient, which the backward pass multiplies.
 
     For small batches on the CPU the second call of an operator takes more time than the multiplication. In half
     precision a gradient that is not yet scaled would lose digits."""
-    most = _most_in_one_call(reduction) if torch.compiler.is_compiling() else 0
+    most = _most_in_one_call(reduction)
     if not most:
         return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # its import takes long
 
     return (
-        torch.is_grad_enabled()
-        and input.is_cpu
+        input.is_cpu
         and input.requires_grad
         and not target.requires_grad
         and input.element_size() > 2
@@ -224,4 +223,6 @@ def _computes_gradient(input: Tensor, target: Tensor, gamma: float, reduction: i
 @constant_in_graphs
 def _most_in_one_call(reduction: int) -> int:
     """The largest number of logits for which one operator of a compiled graph computes loss and gradient."""
-    return 0 if _loss_with_gradient is None or is_exporting() or reduction < _MEAN else _MOST_IN_ONE_CALL
+    apart = reduction < _MEAN or not torch.compiler.is_compiling() or is_exporting() or not torch.is_grad_enabled()
+    apart = apart or _loss_with_gradient is None or torch._C._are_functorch_transforms_active()
+    return 0 if apart else _MOST_IN_ONE_CALL

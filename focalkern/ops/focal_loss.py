@@ -18,7 +18,6 @@ from focalkern.ops._loss_extras import loss_with_extras
 from focalkern.ops._loss_stats import LossWithStats
 from focalkern.ops._row_loss import (
     FOCAL,
-    MOST_SMOOTHING,
     Modulation,
     call_operator,
     check_modulation,
@@ -215,8 +214,9 @@ def focal_loss(
     if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
         function = backend_for(input).focal_loss
     else:
-        check_tensor("focal_loss", "input", input)
-        check_tensor("focal_loss", "target", target)
+        if type(input) is not Tensor or type(target) is not Tensor:
+            check_tensor("focal_loss", "input", input)
+            check_tensor("focal_loss", "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
         if dispatched:
             function, more = call_operator, (FOCAL, 0.0)
@@ -230,9 +230,8 @@ def focal_loss(
     elif not compiling and (type(gamma) is not float or not STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
         gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value of gamma
     arguments = (gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation, *more)
-    is_smooth = type(label_smoothing) is not float or label_smoothing > MOST_SMOOTHING
     try:
-        if is_smooth and needs_float64(input, target, label_smoothing):
+        if label_smoothing and needs_float64(input, target, label_smoothing):
             return function(input.double(), target, *arguments).to(input.dtype)
         return function(input, target, *arguments)
     except (
