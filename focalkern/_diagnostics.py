@@ -48,7 +48,7 @@ _BLOCK = 1 << 22
 # Rows that are tested first: most sets are told apart by them.
 _FIRST = 64
 # Fewer rows in common, or copies, are chance.
-_FEWEST_SHARED, _SHARED = 5, 0.05
+_FEWEST_SHARED, _SHARED, _CHANCE = 5, 0.05, 0.3
 # A float32 of four decimals differs from them by less than this, in units of the last decimal.
 _NEAR = 0.02
 # The sample of a large set: at most this many rows and numbers, in blocks, because a shift of the labels shows only in
@@ -175,8 +175,10 @@ def pair_problems(input: Tensor, labels: Tensor, other: Tensor, other_labels: Te
     # The outputs of a tree have few distinct rows, so both sets may share them.
     if len(np.unique(two)) < 0.9 * len(two) or len(np.unique(one)) < 0.9 * len(one):
         return []
-    shared = int(np.isin(two, one).sum())
-    if shared < max(_FEWEST_SHARED, _SHARED * len(two)):
+    both = two[np.isin(two, one)]
+    shared, telling = len(both), int((both % 2).sum())
+    # Rows of few digits may be equal by chance, but not so many of them if nearly all rows of a set differ.
+    if telling < max(_FEWEST_SHARED, _SHARED * len(two)) and shared < max(_FEWEST_SHARED, _CHANCE * len(two)):
         return []
     return [
         f"{shared:,} of the {len(other):,} test rows are also validation rows, with the same label, so the metrics are "

@@ -93,6 +93,21 @@ def test_sets_with_rows_in_common():
     assert pair_problems(*one, Z[:500, :3], Y[:500]) == pair_problems(*one, Z[:0], Y[:0]) == []
 
 
+# Networks so confident that up to 12 % of the rounded rows are in both sets, but few of a set are equal.
+@pytest.mark.parametrize(("n_digits", "scale"), [(2, 4), (3, 6), (4, 7)])
+@pytest.mark.parametrize("n_rows", [300, 1000])
+def test_rows_of_few_digits_are_in_both_sets_by_chance(n_digits, scale, n_rows):
+    """Half of the rows in common are no chance."""
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(2 * n_rows, 10, generator=generator, dtype=torch.float64)
+    probs, labels = logits.softmax(-1).round(decimals=n_digits), logits.argmax(-1)
+    sets = probs[:n_rows], labels[:n_rows], probs[n_rows:], labels[n_rows:]
+    assert pair_problems(*sets) == []
+    half = n_rows // 2
+    (said,) = pair_problems(*sets[:2], probs[half : half + n_rows], labels[half : half + n_rows])
+    assert "test rows are also validation rows" in said
+
+
 def test_log_probabilities_are_a_note():
     assert input_notes(Z) == [] and input_notes(-Z.abs()) == []
     for form in (Z.log_softmax(-1), Z.double().log_softmax(-1), Z.log_softmax(-1).bfloat16()):
