@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _FORMAT = "focalkern-calibrator"
-_WRITTEN = "the .json file of a calibrator, which save or calibrate --out wrote"
+_WRITTEN = "the .json file of a calibrator, which save or focalkern calibrate wrote"
 # Increases with every change of the format. Files of released versions stay readable.
 FORMAT_VERSION = 5
 

@@ -86,7 +86,7 @@ def test_a_folder_is_not_overwritten(tmp_path):
 
 
 def test_a_file_that_is_no_calibrator_is_named_with_what_is(tmp_path):
-    wanted = "expected the .json file of a calibrator, which save or calibrate --out wrote, found"
+    wanted = "expected the .json file of a calibrator, which save or focalkern calibrate wrote, found"
     for error, content, found in (
         (FileNotFoundError, None, "nothing there"),
         (ValueError, b"", "an empty file"),

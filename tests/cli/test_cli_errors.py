@@ -129,9 +129,9 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--report", "SINGLE"), "expected a folder for --report, found a file"),
         (
             ("evaluate", "SINGLE", "--calibrator", "missing.json"),
-            "which save or calibrate --out wrote, found nothing there",
+            "which save or focalkern calibrate wrote, found nothing there",
         ),
-        (("evaluate", "SINGLE", "--calibrator", "SINGLE"), "calibrate --out wrote, found bytes that are no text"),
+        (("evaluate", "SINGLE", "--calibrator", "SINGLE"), "focalkern calibrate wrote, found bytes that are no text"),
         (("evaluate", "OTHER", "--calibrator", "SAVED"), "expected the 5 classes of"),
         (("evaluate", "PROBS", "--calibrator", "SAVED"), "expected logits, for which"),
         (("demo", "--out", "SINGLE"), "expected a folder for --out, found a file"),
