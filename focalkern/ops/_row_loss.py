@@ -84,7 +84,7 @@ def row_loss(
         edges, gamma = gamma.edges, gamma.gammas.detach()
     options = (code, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
     if function is call_operator:
-        return function(input, target, gamma, edges, weight, *options)
+        return function(input, target, gamma, edges, weight, *options, compiling)
     try:
         return function(input, target, gamma, edges, weight, *options)
     except (
@@ -167,6 +167,7 @@ def call_operator(
     detach_modulation: bool,
     kind: int,
     epsilon: float,
+    compiling: bool,
 ) -> Tensor:
     """The call through torch's dispatcher, for compiled and exported graphs and tensor subclasses, which see only
     operators. A compiled graph checks before each call the names that are read here, so there are few."""
@@ -181,7 +182,7 @@ def call_operator(
     options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
     has_kernel = label_smoothing == 0 or _smooths_on(kind, device_type)
     is_number = type(gamma) is float or type(gamma) is int
-    if is_number and has_kernel and _computes_gradient(input, target, gamma, reduction):
+    if compiling and is_number and has_kernel and _computes_gradient(input, target, gamma, reduction):
         numbers = (reduction, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
         loss, _ = _loss_with_gradient(input, target, float(gamma), weight, *numbers)
         return loss
@@ -223,6 +224,6 @@ def _computes_gradient(input: Tensor, target: Tensor, gamma: Any, reduction: int
 @constant_in_graphs
 def _most_in_one_call(reduction: int) -> int:
     """The largest number of logits for which one operator of a compiled graph computes loss and gradient."""
-    apart = reduction < _MEAN or not torch.compiler.is_compiling() or is_exporting() or not torch.is_grad_enabled()
-    apart = apart or _loss_with_gradient is None or torch._C._are_functorch_transforms_active()
+    apart = reduction < _MEAN or _loss_with_gradient is None or is_exporting()
+    apart = apart or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
     return 0 if apart else _MOST_IN_ONE_CALL

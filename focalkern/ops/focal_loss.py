@@ -209,7 +209,7 @@ def focal_loss(
         options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
         return row_loss("focal_loss", _DFT, input, target, gamma, 0.0, *options)
     code = reduction_code("focal_loss", reduction)
-    more: tuple[int, float] | tuple[()] = ()
+    more: tuple[int, float, bool] | tuple[()] = ()
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
         function = backend_for(input).focal_loss
@@ -219,7 +219,7 @@ def focal_loss(
             check_tensor("focal_loss", "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
         if dispatched:
-            function, more = call_operator, (FOCAL, 0.0)
+            function, more = call_operator, (FOCAL, 0.0, compiling)
         else:
             function = backend_for(input).focal_loss
     edges = None
