@@ -67,7 +67,9 @@ class Row:
     repeats: int = 0
     gb_per_s: float = float("nan")  # for the minimum of bytes that the case must move
     ratio_to_copy: float = float("nan")  # median over that of a copy of the logits in the same run
-    speedup: float = float("nan")  # this provider's median over focalkern's: how many times slower it is
+    # How many times slower than focalkern this provider is: the median over the turns of the ratio of their times. The
+    # machine's speed changes from turn to turn; it cancels within one.
+    speedup: float = float("nan")
     peak_extra_mib: float = float("nan")
     note: str = ""
     device: str = field(default_factory=lambda: device_name())
@@ -269,7 +271,7 @@ def measure(
                 repeats=len(values),
                 gb_per_s=bytes_moved / median / 1e6,
                 ratio_to_copy=median / medians[copy.name] if copy is not None else float("nan"),
-                speedup=median / medians[present[0].name],
+                speedup=float(np.median(np.divide(values, samples[present[0].name]))),
                 peak_extra_mib=float("nan") if once else peak_extra_mib(provider.run),
                 note=", ".join(notes),
             )

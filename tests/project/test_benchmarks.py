@@ -50,6 +50,15 @@ def test_an_absent_provider_is_listed_and_never_timed():
     assert rows[1].median_ms != rows[1].median_ms
 
 
+def test_a_ratio_compares_the_times_of_one_turn(monkeypatch):
+    # The machine gets slower in the middle. The ratio of the medians of "even" and "here" would be 2.
+    times = {"here": [1.0, 1.0, 2.0, 4.0, 4.0], "there": [3.0, 3.0, 6.0, 12.0, 12.0], "even": [1.0, 1.0, 4.0, 4.0, 4.0]}
+    monkeypatch.setattr(harness, "time_in_turns", lambda providers, seconds: times)
+    rows = case([harness.Provider(name, lambda: torch.ones(2)) for name in times])
+    assert [row.speedup for row in rows] == [1, 3, 1]
+    assert [row.median_ms for row in rows] == [2, 6, 4]
+
+
 def test_rows_are_appended(tmp_path):
     rows = case([harness.Provider("here", lambda: torch.ones(2))])
     (path,) = harness.append_rows(rows, tmp_path)
