@@ -209,6 +209,8 @@ def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int | Non
 
 def from_one(labels: Tensor, n_classes: int, ignore_index: int | None = None) -> str:
     """The remedy for labels that count the classes from 1; empty for others."""
+    if n_classes == 1:
+        return ""
     used = labels if ignore_index is None else labels[labels != ignore_index]
     bounds = [int(bound) for bound in used.aminmax()] if used.numel() else []
     return "; classes count from 0: target - 1" if bounds == [1, n_classes] else ""

@@ -141,6 +141,7 @@ _LOSSES_OF_LABELS = [
 def test_a_target_that_does_not_fit_is_told_what_does(loss, backend, shape, target, kind, words, monkeypatch):
     if backend == "plain torch":
         monkeypatch.setattr(_backend, "_DEVICES", ())
+        monkeypatch.setattr(_backend, "_ON_CPU", False)
         monkeypatch.setattr(_backend, "_SETTING", "0")
     with pytest.raises(kind, match=words):
         loss(torch.zeros(shape), target)

@@ -180,7 +180,7 @@ def test_required_kernels_and_a_device_without_them(copy):
     code = (
         "import torch, focalkern\n"
         "from focalkern.ops import _backend\n"
-        "_backend._DEVICES = ('cuda',)\n"
+        "_backend._DEVICES, _backend._ON_CPU = ('cuda',), False\n"
         "print(float(focalkern.focal_calibration_map(torch.zeros(2), 1.0)[0]))\n"
     )
     done = run(code, copy.parent, kernels="require")
