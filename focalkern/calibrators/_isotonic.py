@@ -176,5 +176,5 @@ def _few_rows(rows: FitData) -> list[str]:
         return []
     return [
         f"{total / n_classes:.3g} rows per class are few: the regressions follow their noise, and the NLL of new rows "
-        f"is often higher than without calibration (fit on {_ENOUGH} rows per class, or take SplineScaling)"
+        f"is often higher than with TemperatureScaling (fit on {_ENOUGH} rows per class, or take SplineScaling)"
     ]
