@@ -46,7 +46,7 @@ class Grid {
       TORCH_CHECK_VALUE(sum.has_value() == wanted, kOp, ": ", name, " must be given where the criteria need it");
       TORCH_CHECK_VALUE(!wanted || (sum->scalar_type() == dtype && sum->sizes() == shape && sum->is_contiguous() &&
                                     sum->device() == run_.samples().input.device()),
-                        kOp, ": ", name, " must be contiguous ", dtype, " ", at::IntArrayRef(shape),
+                        kOp, ": ", name, " must be contiguous ", dtype_name(dtype), " ", at::IntArrayRef(shape),
                         " on the device of input");
       TORCH_CHECK_VALUE(!wanted || !buckets || n_buckets > 0, kOp, ": ", name, " must have a bucket, got ",
                         at::IntArrayRef(shape));

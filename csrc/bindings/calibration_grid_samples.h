@@ -26,12 +26,13 @@ void check_tensors(const Tensor& input, const Tensor& target, const Tensor& gamm
                     ": input must have at least two classes, got [N, C] = ", input.sym_sizes());
   const auto type = target.scalar_type();
   TORCH_CHECK_TYPE(type == at::kLong || type == at::kInt || type == at::kByte, kOp,
-                   ": target must be int64, int32 or uint8, got ", type);
+                   ": target must be int64, int32 or uint8, got ", dtype_name(type));
   TORCH_CHECK_VALUE(target.dim() == 1 && target.sym_size(0) == input.sym_size(0), kOp, ": target must be [N] = [",
                     input.sym_size(0), "], got ", target.sym_sizes());
   check_same_device(kOp, "target", target, input);
   const auto check_axis = [](const char* name, const Tensor& axis) {
-    TORCH_CHECK_TYPE(axis.scalar_type() == at::kDouble, kOp, ": ", name, " must be float64, got ", axis.scalar_type());
+    TORCH_CHECK_TYPE(axis.scalar_type() == at::kDouble, kOp, ": ", name, " must be float64, got ",
+                     dtype_name(axis.scalar_type()));
     TORCH_CHECK_VALUE(axis.dim() == 1 && axis.sym_size(0) >= 1, kOp, ": ", name,
                       " must be one-dimensional and not empty, got shape ", axis.sym_sizes());
   };

@@ -44,7 +44,7 @@ c10::SymDimVector leading_shape(const Tensor& input, int64_t kind) {
 
 void check_parameter(const char* op, const char* name, const Tensor& parameter, const Tensor& input, int64_t kind) {
   TORCH_CHECK_TYPE(parameter.is_floating_point(), op, ": ", name, " must be a number or a floating-point tensor, got ",
-                   "a tensor of ", parameter.scalar_type());
+                   "a tensor of ", dtype_name(parameter.scalar_type()));
   if (is_host_number(parameter)) return;
   check_same_device(op, name, parameter, input);
   const auto shape = leading_shape(input, kind);

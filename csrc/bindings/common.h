@@ -11,6 +11,7 @@
 #include <functional>
 #include <initializer_list>
 #include <optional>
+#include <string>
 
 #include "bindings/row_layout.h"
 #include "bindings/schemas.h"
@@ -48,6 +49,9 @@ void check_same_device(const char* op, const char* argument, const Tensor& tenso
 
 // FOCALKERN_VALIDATE=1: also check values that only a synchronisation with the device can read.
 bool validation_requested();
+
+// A dtype in a message, as Python prints it: torch.int64.
+std::string dtype_name(at::ScalarType dtype);
 
 // float64 for float64, float32 for everything narrower.
 at::ScalarType compute_dtype(at::ScalarType dtype);

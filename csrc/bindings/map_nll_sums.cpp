@@ -27,14 +27,14 @@ Tensor checked_map_nll_sums(const Tensor& given, const Tensor& given_target, con
     return tensor.is_cpu() && tensor.scalar_type() == dtype && tensor.sizes() == at::IntArrayRef({networks, n_rows});
   };
   TORCH_CHECK_VALUE(is_of_rows(target, at::kLong), op, ": target must be int64 [B, N] = [", networks, ", ", n_rows,
-                    "], got ", target.scalar_type(), " ", target.sizes());
+                    "], got ", dtype_name(target.scalar_type()), " ", target.sizes());
   TORCH_CHECK_VALUE(is_of_rows(share, at::kDouble), op, ": share must be float64 [B, N] = [", networks, ", ", n_rows,
-                    "], got ", share.scalar_type(), " ", share.sizes());
+                    "], got ", dtype_name(share.scalar_type()), " ", share.sizes());
   for (const Tensor* one : {&betas, gammas ? &*gammas : &betas}) {
     TORCH_CHECK_VALUE(one->is_cpu() && one->scalar_type() == at::kDouble && one->is_contiguous() &&
                           one->sizes() == at::IntArrayRef({networks}),
-                      op, ": gammas and betas must be float64 [B] = [", networks, "], got ", one->scalar_type(), " ",
-                      one->sizes());
+                      op, ": gammas and betas must be float64 [B] = [", networks, "], got ",
+                      dtype_name(one->scalar_type()), " ", one->sizes());
   }
   const int64_t* labels = target.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < target.numel(); ++i) {

@@ -37,7 +37,7 @@ void check_device(const char* op, const Tensor& input) {
 void check_floating(const char* op, const char* argument, const Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble, op,
-                   ": ", argument, " must be float16, bfloat16, float32 or float64, got ", dtype);
+                   ": ", argument, " must be float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
 }
 
 void check_same_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& input) {
@@ -50,6 +50,8 @@ bool validation_requested() {
   const char* value = std::getenv("FOCALKERN_VALIDATE");
   return value != nullptr && value[0] == '1';
 }
+
+std::string dtype_name(at::ScalarType dtype) { return "torch." + std::string(c10::getDtypeNames(dtype).first); }
 
 at::ScalarType compute_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 

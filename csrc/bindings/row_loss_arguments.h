@@ -72,10 +72,10 @@ c10::SymDimVector loss_shape(const Tensor& input) {
 void check_gamma(const char* op, const Tensor& input, const Tensor& gamma, const OptionalTensor& edges) {
   if (!gamma.defined()) return;
   TORCH_CHECK_TYPE(gamma.is_floating_point(), op, ": gamma must be a float, a floating-point tensor or a GammaTable, ",
-                   "got a tensor of ", gamma.scalar_type());
+                   "got a tensor of ", dtype_name(gamma.scalar_type()));
   if (edges.has_value()) {
     TORCH_CHECK_TYPE(edges->is_floating_point(), op, ": gamma.edges must be floating point, got ",
-                     edges->scalar_type());
+                     dtype_name(edges->scalar_type()));
     TORCH_CHECK_VALUE(
         gamma.dim() == 1 && edges->dim() == 1 && gamma.sym_size(0) >= 1 && edges->sym_size(0) == gamma.sym_size(0) + 1,
         op, ": gamma.edges must be [n_bins + 1] for gamma.gammas [n_bins], got ", edges->sym_sizes(), " and ",
@@ -100,7 +100,7 @@ void check_target(const Tensor& input, const Tensor& target, const Options& opti
   const char* op = name_of(options);
   if (is_soft_target(target)) {
     TORCH_CHECK_TYPE(soft_target_of(options) != SoftTarget::kNone, op,
-                     ": target must be labels, int64, int32 or uint8, got ", target.scalar_type());
+                     ": target must be labels, int64, int32 or uint8, got ", dtype_name(target.scalar_type()));
     check_floating(op, "target", target);
     TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes(), op,
                       ": target of class probabilities must have the shape of input, ", input.sym_sizes(), ", got ",
@@ -112,7 +112,8 @@ void check_target(const Tensor& input, const Tensor& target, const Options& opti
   }
   const auto type = target.scalar_type();
   TORCH_CHECK_TYPE(type == at::kLong || type == at::kInt || type == at::kByte, op,
-                   ": target must be int64, int32 or uint8 labels or floating-point class probabilities, got ", type);
+                   ": target must be int64, int32 or uint8 labels or floating-point class probabilities, got ",
+                   dtype_name(type));
   const auto shape = loss_shape(input);
   if (target.sym_sizes() == c10::SymIntArrayRef(shape)) return;
   std::string names = "[]";

@@ -40,7 +40,7 @@ RowStatistics checked_row_statistics(const Tensor& given, const Tensor& given_ta
   check_same_device(op, "target", target, input);
   TORCH_CHECK_VALUE(
       (type == at::kLong || type == at::kInt || type == at::kByte) && target.sizes() == at::IntArrayRef({n}), op,
-      ": target must be int64, int32 or uint8 labels [N] = [", n, "], got ", type, " ", target.sizes());
+      ": target must be int64, int32 or uint8 labels [N] = [", n, "], got ", dtype_name(type), " ", target.sizes());
   const RowStatistics found = empty_row_statistics(input, n);
   std::apply([&](const auto&... results) { row_statistics<Interface>(input, target, ignore_index, results...); },
              found);

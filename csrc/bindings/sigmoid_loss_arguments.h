@@ -82,7 +82,7 @@ void check_target(const char* op, const Tensor& input, const Tensor& target) {
   check_same_device(op, "target", target, input);
   const auto type = target.scalar_type();
   TORCH_CHECK_TYPE(target.is_floating_point() || at::isIntegralType(type, /*includeBool=*/true), op,
-                   ": target must be floating point, bool or integer, got ", type);
+                   ": target must be floating point, bool or integer, got ", dtype_name(type));
   if (target.sym_sizes() == input.sym_sizes()) return;
   if (is_labels(input, target)) {
     c10::SymDimVector shape(input.sym_sizes().begin(), input.sym_sizes().end());
@@ -106,7 +106,7 @@ void check_scores(const char* op, const Inputs& inputs, SigmoidLoss kind) {
   TORCH_CHECK_VALUE(is_labels(inputs.input, inputs.target), op,
                     ": target must be labels and scores, with labels of the shape of input without its class "
                     "dimension, got labels ",
-                    inputs.target.sym_sizes(), " of ", inputs.target.dtype());
+                    inputs.target.sym_sizes(), " of ", dtype_name(inputs.target.scalar_type()));
   TORCH_CHECK_VALUE(scores.sym_sizes() == inputs.target.sym_sizes(), op,
                     ": the scores of target must have the shape of its labels, ", inputs.target.sym_sizes(), ", got ",
                     scores.sym_sizes());
@@ -116,7 +116,8 @@ void check_arguments(const Inputs& inputs, const Options& options) {
   const auto& [input, target, gamma, second, weight, scores] = inputs;
   const auto& names = names_of(options.kind);
   const char* op = names.op;
-  TORCH_CHECK_TYPE(input.is_floating_point(), op, ": input must be floating point, got ", input.dtype());
+  TORCH_CHECK_TYPE(input.is_floating_point(), op, ": input must be floating point, got ",
+                   dtype_name(input.scalar_type()));
   check_floating(op, "input", input);
   check_target(op, input, target);
   if (scores.has_value()) check_scores(op, inputs, options.kind);

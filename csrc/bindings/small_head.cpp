@@ -17,8 +17,8 @@ bool is_label_type(at::ScalarType type) { return type == at::kLong || type == at
 // Whether a label on the CPU equals `value`.
 bool has_label(const Tensor& given, int64_t value) {
   TORCH_CHECK_VALUE(given.is_cpu() && is_label_type(given.scalar_type()),
-                    "has_label: target must be int64, int32 or uint8 labels on the CPU, got ", given.scalar_type(),
-                    " on ", given.device());
+                    "has_label: target must be int64, int32 or uint8 labels on the CPU, got ",
+                    dtype_name(given.scalar_type()), " on ", given.device());
   const Tensor target = given.contiguous();
   const Labels labels = labels_of(target);
   for (int64_t i = 0; i < target.numel(); ++i) {

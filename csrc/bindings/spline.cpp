@@ -37,7 +37,7 @@ Rows rows_of(const char* op, const Tensor& input, const OptionalTensor& target, 
   if (features) {
     TORCH_CHECK_VALUE(input.is_cpu() && input.scalar_type() == at::kDouble && input.size(0) == 2 && input.size(2) >= 2,
                       op, ": features must be [2, N, C] float64 on the CPU with C >= 2, got ", input.sizes(), " ",
-                      input.scalar_type(), " on ", input.device());
+                      dtype_name(input.scalar_type()), " on ", input.device());
   } else {
     check_input(op, input);
   }
@@ -48,7 +48,8 @@ Rows rows_of(const char* op, const Tensor& input, const OptionalTensor& target, 
   if (target) {
     check_same_device(op, "target", *target, input);
     TORCH_CHECK_VALUE(target->scalar_type() == at::kLong && target->dim() == 1 && target->size(0) == n_rows, op,
-                      ": target must be [N] = [", n_rows, "] int64, got ", target->sizes());
+                      ": target must be [N] = [", n_rows, "] int64, got ", target->sizes(), " ",
+                      dtype_name(target->scalar_type()));
     const Tensor labels = target->contiguous();
     // On CUDA this check would wait for the device; a kernel treats such a label as no class.
     for (int64_t i = 0; input.is_cpu() && i < n_rows; ++i) {

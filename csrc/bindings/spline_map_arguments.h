@@ -28,7 +28,7 @@ void check_arguments(const Tensor& input, const Tensor& parameters, const Tensor
     const auto device = tensor.device();
     fits &= tensor.scalar_type() == at::kDouble && (device.is_cpu() || device == input.device());
     TORCH_CHECK_VALUE(fits, kOp, ": ", name, " must be ", expected, ", got ", tensor.sym_sizes(), " ",
-                      tensor.scalar_type(), " on ", device);
+                      dtype_name(tensor.scalar_type()), " on ", device);
   };
   const auto is_of_classes = [&](const Tensor& tensor, int64_t most_dims) {
     bool fits = tensor.dim() >= 1 && tensor.dim() <= most_dims;

@@ -33,9 +33,9 @@ std::tuple<Tensor, Tensor> checked_z_loss(const Tensor& loss, const Tensor& save
   TORCH_CHECK_VALUE(given.is_cpu() && saved.is_cpu() && saved.dim() == 1 && saved.numel() == 3 * n + 1 &&
                         saved.scalar_type() == real && saved.is_contiguous(),
                     op, ": saved must be the numbers [3 N + 1] = [", 3 * n + 1, "] of a row loss, got ",
-                    saved.scalar_type(), " ", saved.sizes());
+                    dtype_name(saved.scalar_type()), " ", saved.sizes());
   TORCH_CHECK_VALUE(loss.is_cpu() && loss.scalar_type() == real && loss.numel() == (reduction == kNone ? n : 1), op,
-                    ": loss must be that of the rows, got ", loss.scalar_type(), " ", loss.sizes());
+                    ": loss must be that of the rows, got ", dtype_name(loss.scalar_type()), " ", loss.sizes());
   TORCH_CHECK_VALUE(given_target.is_cpu() && (has_labels ? given_target.numel() == n : soft), op,
                     ": target must be labels [N] = [", n, "] on the CPU, got ", given_target.sizes());
   const Tensor target = given_target.contiguous(), sum_of_losses = loss.clone(at::MemoryFormat::Contiguous);

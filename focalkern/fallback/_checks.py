@@ -10,27 +10,6 @@ from focalkern._tracing import has_values
 from focalkern._types import FLOATS, HALVES, REDUCTIONS
 
 
-def scalar_name(dtype: torch.dtype) -> str:
-    """The dtype as the compiled module prints it."""
-    return _SCALAR_NAMES.get(dtype, str(dtype))
-
-
-_SCALAR_NAMES = {
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.float32: "Float",
-    torch.float64: "Double",
-    torch.int64: "Long",
-    torch.int32: "Int",
-    torch.int16: "Short",
-    torch.int8: "Char",
-    torch.uint8: "Byte",
-    torch.bool: "Bool",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-}
-
-
 def check_dense(op: str, tensor: Tensor, name: str = "input") -> None:
     if tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.").replace("_", " ").title().replace(" ", "")
@@ -39,8 +18,7 @@ def check_dense(op: str, tensor: Tensor, name: str = "input") -> None:
 
 def check_floating(op: str, name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOATS:
-        found = scalar_name(tensor.dtype)
-        raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {found}")
+        raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
 
 
 def check_same_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:

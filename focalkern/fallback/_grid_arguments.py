@@ -10,7 +10,6 @@ from focalkern.fallback._checks import (
     check_dense,
     check_floating,
     check_same_device,
-    scalar_name,
     sum_tolerance,
 )
 
@@ -35,13 +34,13 @@ def check_arguments(
     if input.shape[1] < 2:
         raise ValueError(f"{_OP}: input must have at least two classes, got [N, C] = {list(input.shape)}")
     if target.dtype not in LABELS:
-        raise TypeError(f"{_OP}: target must be int64, int32 or uint8, got {scalar_name(target.dtype)}")
+        raise TypeError(f"{_OP}: target must be int64, int32 or uint8, got {target.dtype}")
     if target.dim() != 1 or target.shape[0] != input.shape[0]:
         raise ValueError(f"{_OP}: target must be [N] = [{input.shape[0]}], got {list(target.shape)}")
     check_same_device(_OP, "target", target, input)
     for name, axis in (("gammas", gammas), ("temperatures", temperatures)):
         if axis.dtype != torch.float64:
-            raise TypeError(f"{_OP}: {name} must be float64, got {scalar_name(axis.dtype)}")
+            raise TypeError(f"{_OP}: {name} must be float64, got {axis.dtype}")
         if axis.dim() != 1 or axis.shape[0] < 1:
             raise ValueError(f"{_OP}: {name} must be one-dimensional and not empty, got shape {list(axis.shape)}")
     if n_bins < 1:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from focalkern.fallback._checks import check_dense, check_floating, check_same_device, scalar_name
+from focalkern.fallback._checks import check_dense, check_floating, check_same_device
 
 __all__ = ["FEW_CLASSES", "check_curve", "check_gradient", "check_input", "check_map", "check_rows"]
 
@@ -32,7 +32,7 @@ def check_map(
         check_dense(_OP, tensor, name)
         device = tensor.device
         if not fits or tensor.dtype != torch.float64 or not (tensor.is_cpu or device == input.device):
-            found = f"{list(tensor.shape)} {scalar_name(tensor.dtype)} on {device}"
+            found = f"{list(tensor.shape)} {tensor.dtype} on {device}"
             raise ValueError(f"{_OP}: {name} must be {expected}, got {found}")
 
     def is_of_classes(tensor: Tensor, most_dims: int) -> bool:
@@ -75,7 +75,7 @@ def check_rows(op: str, input: Tensor, target: Tensor | None, weight: Tensor, *,
     """
     if of_curve and input.dim() == 3:
         if not input.is_cpu or input.dtype != torch.float64 or input.shape[0] != 2 or input.shape[2] < 2:
-            found = f"{list(input.shape)} {scalar_name(input.dtype)} on {input.device}"
+            found = f"{list(input.shape)} {input.dtype} on {input.device}"
             raise ValueError(f"{op}: features must be [2, N, C] float64 on the CPU with C >= 2, got {found}")
     else:
         check_input(op, input)
@@ -87,7 +87,7 @@ def check_rows(op: str, input: Tensor, target: Tensor | None, weight: Tensor, *,
         return
     check_same_device(op, "target", target, input)
     if target.dtype != torch.int64 or target.shape != (n_rows,):
-        raise ValueError(f"{op}: target must be [N] = [{n_rows}] int64, got {list(target.shape)}")
+        raise ValueError(f"{op}: target must be [N] = [{n_rows}] int64, got {list(target.shape)} {target.dtype}")
     # On CUDA this check would wait for the device; a kernel treats such a label as no class.
     if target.is_cpu and n_rows and not 0 <= int(target.min()) <= int(target.max()) < n_classes:
         row = int(((target < 0) | (target >= n_classes)).nonzero()[0])

@@ -17,7 +17,6 @@ from focalkern.fallback._checks import (
     check_floating,
     check_same_device,
     fits,
-    scalar_name,
     sum_tolerance,
     values_may_be_read,
     widest_dtype,
@@ -219,8 +218,7 @@ def check_arguments(input: Tensor, gamma: float | Tensor, temperature: float | T
             continue
         if not parameter.is_floating_point():
             raise TypeError(
-                f"{op}: {name} must be a number or a floating-point tensor, got a tensor of "
-                f"{scalar_name(parameter.dtype)}"
+                f"{op}: {name} must be a number or a floating-point tensor, got a tensor of {parameter.dtype}"
             )
         if is_host_number(parameter):  # a single number may be on the host
             continue

@@ -22,7 +22,6 @@ from focalkern.fallback._checks import (
     check_floating,
     check_same_device,
     fits,
-    scalar_name,
     values_may_be_read,
 )
 from focalkern.fallback._compile import compilable
@@ -289,7 +288,7 @@ def _check_target(op: str, input: Tensor, target: Tensor, ignore_index: int) -> 
     if target.dtype not in LABELS:
         raise TypeError(
             f"{op}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
-            f"{scalar_name(target.dtype)}"
+            f"{target.dtype}"
         )
     misfit = target_misfit(op, input, target)
     if misfit is not None:
@@ -299,12 +298,11 @@ def _check_target(op: str, input: Tensor, target: Tensor, ignore_index: int) -> 
 def _check_gamma(op: str, input: Tensor, gamma: Tensor, edges: Tensor | None) -> None:
     if not gamma.is_floating_point():
         raise TypeError(
-            f"{op}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of "
-            f"{scalar_name(gamma.dtype)}"
+            f"{op}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of {gamma.dtype}"
         )
     if edges is not None:
         if not edges.is_floating_point():
-            raise TypeError(f"{op}: gamma.edges must be floating point, got {scalar_name(edges.dtype)}")
+            raise TypeError(f"{op}: gamma.edges must be floating point, got {edges.dtype}")
         if gamma.dim() != 1 or edges.dim() != 1 or len(gamma) < 1 or len(edges) != len(gamma) + 1:
             raise ValueError(
                 f"{op}: gamma.edges must be [n_bins + 1] for gamma.gammas [n_bins], got {list(edges.shape)} and "

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import compute_dtype
-from focalkern.fallback._checks import check_reduction, scalar_name
+from focalkern.fallback._checks import check_reduction
 from focalkern.fallback._compile import compilable
 from focalkern.fallback.focal_loss import (
     check_arguments,
@@ -86,8 +86,7 @@ def check_operator(
     """Checks all arguments except the range of the labels."""
     check_arguments(spec.name, input, target, gamma, edges, weight, ignore_index, label_smoothing)
     if target.is_floating_point() and not spec.soft_target:
-        found = scalar_name(target.dtype)
-        raise TypeError(f"{spec.name}: target must be labels, int64, int32 or uint8, got {found}")
+        raise TypeError(f"{spec.name}: target must be labels, int64, int32 or uint8, got {target.dtype}")
     check_reduction(spec.name, reduction)
 
 

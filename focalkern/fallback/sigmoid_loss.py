@@ -13,7 +13,6 @@ from focalkern.fallback._checks import (
     check_reduction,
     check_same_device,
     fits,
-    scalar_name,
     values_may_be_read,
 )
 from focalkern.fallback._compile import compilable
@@ -148,7 +147,7 @@ def check_arguments(
 def _check_target(op: str, input: Tensor, target: Tensor) -> None:
     check_same_device(op, "target", target, input)
     if target.is_complex():
-        raise TypeError(f"{op}: target must be floating point, bool or integer, got {scalar_name(target.dtype)}")
+        raise TypeError(f"{op}: target must be floating point, bool or integer, got {target.dtype}")
     if target.shape == input.shape:
         return
     is_integer = not target.is_floating_point() and target.dtype != torch.bool
@@ -171,7 +170,7 @@ def check_scores(op: str, input: Tensor, labels: Tensor, scores: Tensor, kind: i
     if labels.dim() + 1 != input.dim():
         raise ValueError(
             f"{op}: target must be labels and scores, with labels of the shape of input without its class dimension, "
-            f"got labels {list(labels.shape)} of {scalar_name(labels.dtype)}"
+            f"got labels {list(labels.shape)} of {labels.dtype}"
         )
     if scores.shape != labels.shape:
         raise ValueError(

@@ -278,7 +278,7 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
         dense(op, name, value)
     if input.dtype not in FLOATS:
-        raise TypeError(f"{op}: {input_name} must be floating point, got {input.dtype}")
+        raise TypeError(f"{op}: {input_name} must be float16, bfloat16, float32 or float64, got {input.dtype}")
     if input.dim() < 1:
         raise ValueError(f"{op}: {input_name} must be [C], [N, C] or [N, C, d1, ...], got a single number")
     class_dim = min(input.dim() - 1, 1)
@@ -295,7 +295,10 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
         if misfit is not None:
             raise misfit
     else:
-        raise TypeError(f"{op}: target must be int64, int32, uint8 or floating point, got {target.dtype}")
+        raise TypeError(
+            f"{op}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
+            f"{target.dtype}"
+        )
     return class_dim
 
 

@@ -5,7 +5,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from focalkern.fallback._checks import scalar_name
 from focalkern.fallback._grid_arguments import (
     axis_on_host,
     check_arguments,
@@ -114,7 +113,7 @@ class CalibrationGridRun:
         shape = [*self._cells, *buckets]
         fits = sum is None or (list(sum.shape) == shape and sum.dtype == dtype and sum.is_contiguous())
         if not fits or (sum is not None and sum.device != self._input.device):
-            raise ValueError(f"{_OP}: {name} must be contiguous {scalar_name(dtype)} {shape} on the device of input")
+            raise ValueError(f"{_OP}: {name} must be contiguous {dtype} {shape} on the device of input")
         if sum is not None and buckets == [0]:
             raise ValueError(f"{_OP}: {name} must have a bucket, got {shape}")
 

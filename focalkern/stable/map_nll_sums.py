@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from focalkern.fallback._checks import check_floating, scalar_name
+from focalkern.fallback._checks import check_floating
 
 __all__ = ["map_nll_sums"]
 
@@ -23,11 +23,11 @@ def map_nll_sums(
     n_networks, n_rows, n_classes = input.shape
     for name, tensor, dtype in (("target", target, torch.int64), ("share", share, torch.float64)):
         if not tensor.is_cpu or tensor.dtype != dtype or tensor.shape != (n_networks, n_rows):
-            words, found = str(dtype).removeprefix("torch."), f"{scalar_name(tensor.dtype)} {list(tensor.shape)}"
+            words, found = str(dtype).removeprefix("torch."), f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{_OP}: {name} must be {words} [B, N] = [{n_networks}, {n_rows}], got {found}")
     for tensor in (betas, betas if gammas is None else gammas):
         if not tensor.is_cpu or tensor.dtype != torch.float64 or tensor.shape != (n_networks,):
-            found = f"{scalar_name(tensor.dtype)} {list(tensor.shape)}"
+            found = f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{_OP}: gammas and betas must be float64 [B] = [{n_networks}], got {found}")
     if target.numel() and not 0 <= int(target.min()) <= int(target.max()) < n_classes:
         network, row = ((target < 0) | (target >= n_classes)).nonzero()[0].tolist()

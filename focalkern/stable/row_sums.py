@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import LABELS
-from focalkern.fallback._checks import check_floating, scalar_name
+from focalkern.fallback._checks import check_floating
 from focalkern.stable.row_loss import empty_statistics
 
 __all__ = ["row_statistics", "row_sums"]
@@ -35,7 +35,7 @@ def row_statistics(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Te
     if target.device != input.device or target.dtype not in LABELS or target.shape != (n,):
         raise ValueError(
             f"row_statistics: target must be int64, int32 or uint8 labels [N] = [{n}] on {input.device}, got "
-            f"{scalar_name(target.dtype)} {list(target.shape)} on {target.device}"
+            f"{target.dtype} {list(target.shape)} on {target.device}"
         )
     results = empty_statistics(rows, n)
     torch.ops.focalkern_stable.row_statistics_out(rows, target.contiguous(), ignore_index, *results)

@@ -98,7 +98,7 @@ def test_single_networks_nan_and_beta_zero():
         (lambda z, y, s: (z[0], y, s), ValueError, r"input must be \[B, N, C\] with C >= 2, got \[37, 3\]"),
         (lambda z, y, s: (z.int(), y, s), TypeError, "input must be"),
         (lambda z, y, s: (z, y[:, 1:], s), ValueError, r"target must be int64 \[B, N\] = \[2, 37\], got .*36"),
-        (lambda z, y, s: (z, y, s.float()), ValueError, r"share must be float64 \[B, N\] = \[2, 37\], got Float"),
+        (lambda z, y, s: (z, y, s.float()), ValueError, r"share must be float64 .* = \[2, 37\], got torch.float32"),
         (lambda z, y, s: (z, y.index_fill(1, torch.tensor(2), 3), s), IndexError, "target must be from 0 to 2, got 3"),
     ],
 )

@@ -143,7 +143,7 @@ WRONG = {
     "input_kind must be 'logits' or 'probs', got 'odds'": {"input_kind": "odds"},
     "keep_order must be a bool, got int": {"keep_order": 1},
     r"input must be \[..., C\] with C >= 2, got shape \[3, 1\]": {"input": torch.zeros(3, 1)},
-    "input must be float16, bfloat16, float32 or float64, got (Long|torch.int64)": {"input": torch.zeros(3, 4).long()},
+    "input must be float16, bfloat16, float32 or float64, got torch.int64": {"input": torch.zeros(3, 4).long()},
     "input must not be NaN, got NaN at row 1, class 2": {
         "input": Z.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(math.nan))
     },
@@ -194,11 +194,11 @@ def test_fallback_is_that_of_the_kernels(log, keep_zeros, is_probs, kind):
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (1, torch.zeros(2, dtype=torch.float64), r"parameters must be \[3\] float64 on .*, got \[2\] Double on cpu"),
-        (2, torch.zeros(256, dtype=torch.float64), r"knots must be .*, m from 2 to 255, .*, got \[256\] Double on cpu"),
-        (3, torch.zeros(4, 4, dtype=torch.float64), r"coefficients must be \[m \+ 1, 4\] .*, got \[4, 4\] Double on"),
-        (4, torch.zeros(3, dtype=torch.float64), r"weight must be \[C\] or \[C, C\] float64 .*, got \[3\] Double on"),
-        (5, torch.zeros(4), r"bias must be \[C\] float64 .*, got \[4\] Float on cpu"),
+        (1, torch.zeros(2, dtype=torch.float64), r"parameters must be \[3\] float64 on .*, got \[2\] torch.float64"),
+        (2, torch.zeros(256, dtype=torch.float64), r"knots must be .*, .* 255, .*, got \[256\] torch.float64"),
+        (3, torch.zeros(4, 4, dtype=torch.float64), r"coefficients must be .* float64 .*, got \[4, 4\] torch.float64"),
+        (4, torch.zeros(3, dtype=torch.float64), r"weight must be \[C\] or \[C, C\] .*, got \[3\] torch.float64"),
+        (5, torch.zeros(4), r"bias must be \[C\] float64 .*, got \[4\] torch.float32 on cpu"),
     ],
 )
 def test_modules_refuse_other_shapes(place, value, message):
