@@ -173,7 +173,7 @@ class AutoCalibrator(FitsBatches):
         are left out."""
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
         folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
-        brier, hashes = torch.zeros(1, dtype=torch.float64), HashSample(source)
+        brier, hashes = torch.zeros(1, dtype=torch.float64), HashSample(source.n_rows, folds, seed, source.add_up)
         for part in source.parts():
             hashes.keep(part)
             if bool((part.weight != 1).any()):
@@ -187,7 +187,7 @@ class AutoCalibrator(FitsBatches):
             n_samples=source.n_rows,
             n_classes=source.n_classes,
         )
-        copies = hashes.folds(folds, seed)
+        copies = hashes.found()
         folds = min(folds, source.n_rows) if copies is None else copies.folds
         cross_validation = cross_validate_source(
             source,

@@ -1,6 +1,8 @@
 """Copies among rows that are read in batches: their number, and folds that keep them together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from focalkern._diagnostics import copies_of, row_hashes
 from focalkern.calibrators._folds import fold_of, fold_of_hash
-from focalkern.calibrators._row_source import MemoryRows, RowSource, rank_and_size
+from focalkern.calibrators._row_source import rank_and_size
 
 __all__ = ["CopiesFold", "HashSample"]
 
@@ -21,7 +23,7 @@ class CopiesFold:
     """Folds that keep copies together.
 
     Attributes:
-        fold: int16, fold of each row of this process.
+        fold: int16, folds of the rows of this process, from its first row to its last.
         first: index of the first of these rows.
         folds: number of folds.
         n_copies: number of copies; two digits of an estimate if the rows are many.
@@ -37,59 +39,89 @@ class CopiesFold:
         return self.fold.to(number.device)[number - self.first].to(torch.int64)
 
 
-class HashSample:
-    """Hashes of the rows of a source, collected in a pass over them; the same for all processes.
+class _Rows(Protocol):
+    """Rows [n, C], their labels [n], and their indices [n] among the rows of all processes."""
 
-    If the rows are many, only rows with some hashes are kept, and so all copies of a row or none.
+    @property
+    def input(self) -> Tensor: ...
+
+    @property
+    def target(self) -> Tensor: ...
+
+    @property
+    def number(self) -> Tensor: ...
+
+
+class HashSample:
+    """Hashes of rows, collected in one pass over them; the same for all processes.
+
+    If the rows are many, only rows with some hashes are kept, and so all copies of a row or none. The folds of these
+    rows are computed from their hashes in the same pass.
+
+    Args:
+        n_rows: number of rows of all processes.
+        folds, seed: as for :func:`fold_of`.
+        add_up: the sum over the processes.
     """
 
-    def __init__(self, source: RowSource) -> None:
-        self._source = source
-        self._stride = 1 if source.n_rows <= _MOST else -(-2 * source.n_rows // _MOST)
-        self._parts: list[np.ndarray] = []
-        self._kept, self._first, self._n_local = 0, 0, 0
+    def __init__(self, n_rows: int, folds: int, seed: int, add_up: Callable[[Tensor], Tensor]) -> None:
+        self._n_rows, self._folds, self._seed, self._add_up = n_rows, folds, seed, add_up
+        self._stride = 1 if n_rows <= _MOST else -(-2 * n_rows // _MOST)
+        self._first, self._end = 0, 0  # the indices of the rows of this process lie in [first, end)
+        self._numbers: list[Tensor] = []
+        self._hashes: list[np.ndarray] = []
+        self._folds_of_hashes: list[Tensor] = []
+        self._kept = 0
 
-    def keep(self, part: MemoryRows) -> None:
-        """Adds a part; the rows of the parts have consecutive indices."""
-        if self._n_local == 0:
-            self._first = int(part.number[0])
-        self._n_local += len(part.target)
-        hashes = row_hashes(part.input, part.target)
-        hashes = hashes[:, self._is_kept(hashes[0])]
+    def keep(self, rows: _Rows) -> None:
+        """Adds rows whose indices ascend and exceed those before."""
+        if len(rows.target) == 0:
+            return
+        number, hashes = rows.number.cpu(), row_hashes(rows.input, rows.target)
+        if self._end == 0:
+            self._first = self._end = int(number[0])
+        end = int(number[-1]) + 1
+        if self._stride == 1:
+            self._numbers.append(number)
+        else:
+            fold = torch.from_numpy(fold_of_hash(hashes[1], self._folds, self._seed))
+            self._folds_of_hashes.append(_placed(fold, number, self._end, end))
+            hashes = hashes[:, (hashes[0] >> np.uint64(33)) % np.uint64(self._stride) == 0]
+        self._end = end
         self._kept += hashes.shape[1]
         if self._kept <= 4 * _MOST:  # more only if one output is most frequent, which is no copy
-            self._parts.append(hashes)
+            self._hashes.append(hashes)
 
-    def folds(self, folds: int, seed: int) -> CopiesFold | None:
-        """The folds, or None if few rows are copies. Many rows are read again."""
-        source, (rank, size) = self._source, rank_and_size()
+    def found(self) -> CopiesFold | None:
+        """The folds, or None if few rows are copies."""
+        rank, size = rank_and_size()
         counts = torch.zeros(size, dtype=torch.int64)
         counts[rank] = self._kept
-        counts = source.add_up(counts)
+        counts = self._add_up(counts)
         if int(counts.max()) > 4 * _MOST:
             return None
-        of_all = torch.zeros(2, int(counts.sum()), dtype=torch.int64)
-        if self._parts:
-            mine = torch.from_numpy(np.concatenate(self._parts, 1).view(np.int64))
-            begin = int(counts[:rank].sum())
-            of_all[:, begin : begin + self._kept] = mine
-        of_inputs, of_rows = source.add_up(of_all).numpy().view(np.uint64)
-        number = copies_of(of_inputs, of_rows)
-        if number is None:
+        of_all, begin = torch.zeros(2, int(counts.sum()), dtype=torch.int64), int(counts[:rank].sum())
+        mine = slice(begin, begin + self._kept)
+        if self._hashes:
+            of_all[:, mine] = torch.from_numpy(np.concatenate(self._hashes, 1).view(np.int64))
+        of_inputs, of_rows = self._add_up(of_all).numpy().view(np.uint64)
+        copy_of = copies_of(of_inputs, of_rows)
+        if copy_of is None:
             return None
-        n_distinct = int(number.max()) + 1
+        n_distinct, folds = int(copy_of.max()) + 1, self._folds
+        no_row = torch.empty(0, dtype=torch.int64)
         if self._stride == 1:
-            n_folds = min(folds, n_distinct)
-            mine = torch.from_numpy(number[self._first : self._first + self._n_local])
-            fold = fold_of(mine, n_distinct, n_folds, seed).to(torch.int16)
-            return CopiesFold(fold, self._first, n_folds, source.n_rows - n_distinct)
-        share = 1 - n_distinct / len(number)
-        fold = torch.empty(self._n_local, dtype=torch.int16)
-        for part in source.parts():
-            place = int(part.number[0]) - self._first
-            of_part = fold_of_hash(row_hashes(part.input, part.target)[1], folds, seed)
-            fold[place : place + len(part.target)] = torch.from_numpy(of_part)
-        return CopiesFold(fold, self._first, folds, int(float(f"{share * source.n_rows:.1e}")))
+            folds, n_copies = min(folds, n_distinct), len(copy_of) - n_distinct
+            fold = fold_of(torch.from_numpy(copy_of[mine]), n_distinct, folds, self._seed).to(torch.int16)
+            fold = _placed(fold, torch.cat([no_row, *self._numbers]), self._first, self._end)
+        else:
+            n_copies = int(float(f"{(1 - n_distinct / len(copy_of)) * self._n_rows:.1e}"))
+            fold = torch.cat([no_row.to(torch.int16), *self._folds_of_hashes])
+        return CopiesFold(fold, self._first, folds, n_copies)
 
-    def _is_kept(self, hashes: np.ndarray) -> np.ndarray | slice:
-        return slice(None) if self._stride == 1 else (hashes >> np.uint64(33)) % np.uint64(self._stride) == 0
+
+def _placed(fold: Tensor, number: Tensor, begin: int, end: int) -> Tensor:
+    """The folds of the indices in [begin, end), from those of the rows; 0 for indices without a row."""
+    placed = torch.zeros(end - begin, dtype=torch.int16)
+    placed[number - begin] = fold
+    return placed

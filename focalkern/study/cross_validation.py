@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def _streamed_cross_validation(
         for name, candidate in candidates.items()
         if name in ("temperature", "focal-temperature") and scaling_or_none(candidate) is not None
     ]
-    return cross_validate_source(
+    cross_validation = cross_validate_source(
         source_of(samples),
         candidates,
         identity(samples, search.grid.n_bins),
@@ -89,6 +90,7 @@ def _streamed_cross_validation(
         criterion=criterion,
         others=_fits_of_grid(samples, of_grid, search, gammas, criterion) if of_grid else None,
     )
+    return replace(cross_validation, n_copies=search.n_copies)
 
 
 def source_of(samples: StreamedSamples) -> RowSource:

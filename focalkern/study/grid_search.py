@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._types import Proper
 from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, FocalTemperatureScaling, TemperatureScaling
+from focalkern.calibrators._copies import CopiesFold, HashSample
 from focalkern.calibrators._folds import fold_of
 from focalkern.calibrators._spline_folds import FoldOf
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
@@ -43,12 +44,14 @@ class GridSearch:
         fold_totals: [folds, Gg, Gt] float64, sums of the criterion over the samples of each fold; [0, Gg, Gt] for
             samples in memory.
         folds_of_rows: maps row indices to folds.
+        n_copies: as in :class:`CrossValidation`, of samples in files.
     """
 
     grid: CalibrationGrid
     bound: Tensor
     fold_totals: Tensor
     folds_of_rows: FoldOf
+    n_copies: int = 0
 
     def bound_of(self, gamma: float, temperature: float) -> float:
         """Error bound of one ECE; 0 outside the grid, where other searches compute exact ECEs."""
@@ -197,15 +200,17 @@ def _streamed_search(
 ) -> GridSearch:
     processes, progress = samples.processes, samples.progress
     state = grid_state(samples, gammas, temperatures, n_bins, estimator, criteria=criteria)
+    copies = _copies_among(samples, folds, seed) if folds else None
+    folds, n_copies = (folds, 0) if copies is None else (copies.folds, copies.n_copies)
     totals = torch.zeros(folds, len(gammas), len(temperatures), dtype=torch.float64)
     # Row indices count all rows of the files, also if only a subset is used.
-    folds_of_rows = functools.partial(fold_of, rows=len(samples.shards), folds=folds, seed=seed)
+    folds_of_rows = copies or functools.partial(fold_of, rows=len(samples.shards), folds=folds, seed=seed)
     begin, end = samples.share
     task = {
         "data": [part for shard in samples.shards.shards for part in (*shard.stamp(), shard.rows)],
         "classes": [samples.n_classes, samples.kind],
         "rows": [begin, end, samples.part],
-        "folds": [folds, seed, criterion],
+        "folds": [folds, seed, criterion, n_copies],
     }
     done = progress.load(state, task, totals)
     if done and processes.rank == 0:
@@ -228,7 +233,15 @@ def _streamed_search(
         processes.from_first(table)
     _refine(samples, grid, bound)
     _measure_lowest(samples, grid, bound)
-    return GridSearch(grid, bound, totals, folds_of_rows)
+    return GridSearch(grid, bound, totals, folds_of_rows, n_copies)
+
+
+def _copies_among(samples: StreamedSamples, folds: int, seed: int) -> CopiesFold | None:
+    """Folds that keep copies together, from one pass over the samples; None if few are copies."""
+    hashes = HashSample(len(samples), folds, seed, samples.processes.add_up)
+    for batch in samples.batches("find copies"):
+        hashes.keep(batch)
+    return hashes.found()
 
 
 def _refine(samples: StreamedSamples, grid: CalibrationGrid, bound: Tensor) -> None:

@@ -140,10 +140,10 @@ def test_copies_among_many_rows_are_found_in_a_sample(monkeypatch):
     monkeypatch.setattr(_copies, "_MOST", 600)
     logits, target = copied(300, 10)
     source = memory_rows(logits, target)
-    hashes = _copies.HashSample(source)
+    hashes = _copies.HashSample(source.n_rows, 5, 0, source.add_up)
     hashes.keep(source)
     assert hashes._kept < 1000  # about 300 of 3,000
-    found = hashes.folds(5, 0)
+    found = hashes.found()
     fold = found(torch.arange(3000))
     groups = torch.unique(torch.column_stack([logits, target, fold]), dim=0)
     assert len(groups) == 300  # no row has copies in two folds

@@ -9,11 +9,13 @@ from compare_cases import FAST, Half, sample
 
 import focalkern as fk
 from focalkern import _diagnostics
-from focalkern.calibrators import TemperatureScaling
+from focalkern.calibrators import TemperatureScaling, _copies
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._folds import fold_of
 from focalkern.study import samples, stream_sets
+from focalkern.study.compare import run_study
 from focalkern.study.cross_validation import cross_validate_samples
+from focalkern.study.given import given_samples
 from focalkern.study.grid_search import search_grid
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
@@ -69,6 +71,72 @@ def test_streamed_folds_are_those_of_the_rows_in_memory(shards):
     if cross_validation.best == 1:
         assert first.error == pytest.approx(float(difference.std()) / math.sqrt(300), rel=1e-9)
     assert cross_validation.winner.name == "temperature"
+
+
+BY_SUMS = ["none", "temperature", "spline", "spline-vector"]
+
+
+def with_copies(n=210, copies=90):
+    """Rows of which 30 % are copies of others, in random order."""
+    logits, labels = sample(n, 0)
+    generator = torch.Generator().manual_seed(1)
+    order = torch.cat([torch.arange(n), torch.randint(n, (copies,), generator=generator)])
+    order = order[torch.randperm(n + copies, generator=generator)]
+    return logits[order], labels[order]
+
+
+@pytest.fixture
+def copies(tmp_path):
+    logits, labels = with_copies()
+    for part, rows in enumerate(np.array_split(np.arange(300), 3)):
+        np.save(tmp_path / f"val_logits-{part}.npy", logits[rows].numpy())
+        np.save(tmp_path / f"val_labels-{part}.npy", labels[rows].numpy())
+    return str(tmp_path / "val_logits-*.npy")
+
+
+def losses_of_study(study):
+    found = study.cross_validation
+    return {entry.name: (entry.loss, entry.difference, entry.error) for entry in found.entries}
+
+
+@pytest.mark.parametrize("at_once", [70, 300])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_copies_of_a_streamed_row_stay_in_one_fold(copies, monkeypatch, at_once, in_memory):
+    monkeypatch.setattr(samples, "_MOST_ROWS", at_once)
+    monkeypatch.setattr("focalkern.study.cross_validation.fits_in_memory", lambda numbers: in_memory)
+    (rows,) = stream_sets(copies, labels=None, input_kind=None).values()
+    options = {"candidates": BY_SUMS, "gammas": (0.0, 0.5), "temperatures": (1.0, 2.0, 3.0), **FAST}
+    memory = given_samples("", "validation", with_copies(), "val", "logits")
+    found, expected = (run_study(one, one, estimator="equal_width", **options) for one in (rows, memory))
+    assert found.verdict == expected.verdict
+    assert any("90 of the 300 validation rows are copies of others" in words for words in found.verdict.warnings)
+    for name, theirs in losses_of_study(expected).items():
+        assert losses_of_study(found)[name] == pytest.approx(theirs, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("most", [150, 1 << 20])
+def test_the_folds_of_copies_do_not_depend_on_the_batches(copies, monkeypatch, most):
+    """Tests the folds of many rows, by a hash, and of few, also of a subset."""
+    monkeypatch.setattr(_copies, "_MOST", most)
+    logits, labels = with_copies()
+    subset = torch.arange(300)[torch.arange(300) % 7 != 3]
+    options = {"n_bins": 15, "estimator": "equal_width", "folds": 4, "seed": 8}
+    for index in (torch.arange(300), subset):
+        folds = []
+        for at_once in (90, 300):
+            monkeypatch.setattr(samples, "_MOST_ROWS", at_once)
+            (rows,) = stream_sets(copies, labels=None, input_kind=None).values()
+            search = search_grid(rows.subset(index, "a part"), (0.0,), (1.0, 2.0), **options)
+            assert 0.2 < search.n_copies / len(index) < 0.4
+            folds.append(search.folds_of_rows(index))
+        assert torch.equal(*folds)
+        groups = torch.unique(torch.column_stack([logits[index], labels[index], folds[0]]), dim=0)
+        assert len(groups) == len(torch.unique(torch.column_stack([logits[index], labels[index]]), dim=0))
+        assert torch.bincount(groups[:, -1].long(), minlength=4).min() > 30
+        for k, total in enumerate(search.fold_totals):
+            of_fold = index[folds[0] == k]
+            expected = fk.calibration_grid(logits[of_fold], labels[of_fold], (0.0,), (1.0, 2.0), criteria="nll")
+            torch.testing.assert_close(total, expected.tables["nll"] * len(of_fold), rtol=1e-12, atol=0)
 
 
 def test_streamed_rows_leave_out_what_needs_them_all(shards):

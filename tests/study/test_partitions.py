@@ -27,8 +27,8 @@ def rows(n, seed):
 
 
 def partitions():
-    """Validation and test rows of each of two processes, of different sizes."""
-    (val, val_labels), (test, test_labels) = rows(230, 0), rows(170, 1)
+    """Validation and test rows of each of two processes, of different sizes; some rows of both are copies."""
+    (val, val_labels), (test, test_labels) = (column[torch.arange(230) % 160] for column in rows(160, 0)), rows(170, 1)
     return [
         ((val[:150], val_labels[:150]), (test[:40], test_labels[:40])),
         ((val[150:], val_labels[150:]), (test[40:], test_labels[40:])),
@@ -59,7 +59,8 @@ def same(found, expected):
     assert [row["method"] for row in found["rows"]] == [row["method"] for row in expected["rows"]]
     for one, other in zip(found["rows"], expected["rows"], strict=True):
         assert one["test"] == pytest.approx(other["test"], abs=1e-9)
-    assert found["verdict"]["use"] == expected["verdict"]["use"]
+    assert found["verdict"] == expected["verdict"]
+    assert any("70 of the 230 validation rows are copies" in words for words in found["verdict"]["warnings"])
 
 
 @needs_distributed
