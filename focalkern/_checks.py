@@ -16,6 +16,7 @@ from focalkern._types import FLOATS, REDUCTIONS
 __all__ = [
     "MOST_BINS",
     "MOST_RESAMPLES",
+    "ONE_HOT",
     "TO_FLOAT",
     "count_rows",
     "counted",
@@ -219,7 +220,12 @@ def from_one(labels: Tensor, n_classes: int, ignore_index: int | None = None) ->
 ONE_LOGIT = "for one logit per sample use SigmoidFocalLoss (sigmoid_focal_loss) with target.view_as(input)"
 
 
-def target_misfit(op: str, input: Tensor, target: Tensor, input_name: str = "input") -> ValueError | None:
+ONE_HOT = "for one-hot rows pass target.argmax(1)"
+
+
+def target_misfit(
+    op: str, input: Tensor, target: Tensor, input_name: str = "input", *, labels_only: bool = False
+) -> ValueError | None:
     """The error of labels whose shape does not fit logits [C], [N, C] or [N, C, d1, ...], with the likely remedy."""
     found, shape, n_dims = list(target.shape), list(input.shape), input.dim()
     expected = shape[: min(n_dims - 1, 1)] + shape[2:]
@@ -236,7 +242,7 @@ def target_misfit(op: str, input: Tensor, target: Tensor, input_name: str = "inp
     elif found == [*expected, 1]:
         remedy = ONE_LOGIT if shape[1] == 1 else "target.squeeze(-1)"
     elif found == shape:
-        remedy = "one-hot rows are class probabilities: target.to(torch.float32)"
+        remedy = ONE_HOT if labels_only else "one-hot rows are class probabilities: target.to(torch.float32)"
     return ValueError(f"{op}: target must be {what}, got {found}{remedy and '; '}{remedy}")
 
 

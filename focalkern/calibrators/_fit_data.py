@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
-from focalkern._checks import TO_FLOAT, count_rows, label, label_range, parsed_float, short
+from focalkern._checks import ONE_HOT, TO_FLOAT, count_rows, label, label_range, parsed_float, short
 from focalkern._columns import ClassColumns, other_order
 from focalkern._diagnostics import may_be_logits, remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
@@ -241,7 +241,7 @@ def _named_labels(
 def _misfit_remedy(found: tuple[int, ...], expected: tuple[int, ...], n_classes: int, one_logit: bool) -> str:
     """The remedy for a target of another shape, for the end of an error; empty if none is likely."""
     if found == (expected[0], n_classes, *expected[1:]):
-        return "; for one-hot rows pass target.argmax(1)"
+        return f"; {ONE_HOT}"
     if found == (*expected, 1):
         return "; pass target.squeeze(-1)"
     transposed = found == (n_classes,) and len(expected) == 1 and not one_logit

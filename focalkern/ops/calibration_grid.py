@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_array, as_tensor, flat_rows
-from focalkern._checks import MOST_BINS, dense, integer, label, one_of, short, target_misfit
+from focalkern._checks import MOST_BINS, ONE_HOT, dense, integer, label, one_of, short, target_misfit
 from focalkern._progress import ProgressBar
-from focalkern._types import Estimator, InputKind
+from focalkern._types import LABELS, Estimator, InputKind
 from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
@@ -203,10 +203,13 @@ def calibration_grid(
 
 
 def pixels_as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, C, d1, ...] and [N, d1, ...] as rows; any other value unchanged."""
-    if input.dim() < 3:
+    """[N, C, d1, ...] and [N, d1, ...] as rows. Raises for labels that do not fit; the backend checks the input."""
+    if input.dim() < 2 or input.shape[1] < 2:
         return input, target
-    misfit = target_misfit("calibration_grid", input, target)
+    if target.dtype not in LABELS:
+        remedy = ONE_HOT if target.shape == input.shape else "pass target.long(), in NumPy target.astype(int)"
+        raise TypeError(f"calibration_grid: target must be int64, int32 or uint8, got {target.dtype}; {remedy}")
+    misfit = target_misfit("calibration_grid", input, target, labels_only=True)
     if misfit is not None:
         raise misfit
     return flat_rows(input), target.reshape(-1)

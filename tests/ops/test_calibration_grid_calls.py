@@ -7,6 +7,7 @@ import sys
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from grid_cases import CRITERIA, ESTIMATORS, GAMMAS, TEMPERATURES, samples
 
 import focalkern as fk
@@ -194,7 +195,10 @@ T = torch.tensor([0, 1, 2, 0])
         ((Z[:0], T[:0], [1.0], [1.0]), {}, ValueError, r"input must .*"),
         ((Z, torch.full((4,), -100), [1.0], [1.0]), {}, ValueError, r".*ignore"),
         ((Z.int(), T, [1.0], [1.0]), {}, TypeError, r"input must .*got"),
-        ((Z, T.float(), [1.0], [1.0]), {}, TypeError, r"target must .*got"),
+        ((Z, T.float(), [1.0], [1.0]), {}, TypeError, r"target must be int64, .*float32; pass target.long\(\)"),
+        ((Z, F.one_hot(T), [1.0], [1.0]), {}, ValueError, r"target must be .*got \[4, 3\]; .* target.argmax\(1\)"),
+        ((Z, F.one_hot(T).double(), [1.0], [1.0]), {}, TypeError, r"target must be .*float64; .* target.argmax\(1\)"),
+        ((Z[..., None], F.one_hot(T)[..., None], [1.0], [1.0]), {}, ValueError, r"target must be .*target.argmax\(1\)"),
         ((Z.numpy(), T, [1.0], [1.0]), {}, TypeError, r"input must be a tensor, got ndarray"),
         ((Z, T.tolist(), [1.0], [1.0]), {}, TypeError, r"target must be a tensor, got list"),
         ((Z, T, [], [1.0]), {}, ValueError, r"gammas must .*got"),
