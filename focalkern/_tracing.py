@@ -14,6 +14,7 @@ __all__ = [
     "are_seen",
     "are_traced",
     "constant_in_graphs",
+    "functionalizes",
     "has_values",
     "is_exporting",
     "is_fake",
@@ -69,6 +70,26 @@ def are_kept() -> bool:
         return True
     modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
     return any(isinstance(mode, _KEEPING) for mode in modes)
+
+
+def functionalizes(op: str = "") -> bool:
+    """Whether torch.func.functionalize is active, which has no rule for a torch.autograd.Function.
+
+    Args:
+        op: function with a custom operator for it, which other transforms of torch.func do not transform.
+
+    Raises:
+        NotImplementedError: ``op`` is given and another transform is active, too.
+    """
+    keys = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    functionalize = torch._C._functorch.TransformType.Functionalize
+    if functionalize not in keys:
+        return False
+    if op and any(key != functionalize for key in keys):
+        raise NotImplementedError(
+            f"{op}: torch.func.functionalize does not combine with grad, vmap and jvp here; leave functionalize out"
+        )
+    return True
 
 
 def has_values(tensor: Tensor) -> bool:

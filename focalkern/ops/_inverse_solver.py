@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._tracing import functionalizes
 from focalkern.reference._calibration import in_order
 
 __all__ = ["elements_in_order", "inverse_logits", "inverse_rows"]
@@ -243,9 +244,9 @@ def _batch_first(values: Tensor, dim: int | None, info: Any) -> Tensor:
     return values.expand(info.batch_size, *values.shape) if dim is None else values.movedim(dim, 0)
 
 
-def inverse_rows(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-    """log q and log(q_j / q_next)."""
-    if torch.compiler.is_compiling():
+def inverse_rows(op: str, z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """log q and log(q_j / q_next); errors name ``op``."""
+    if torch.compiler.is_compiling() or functionalizes(op):
         log_q, ratios = torch.ops.focalkern.inverse_calibration_map(z, log_p, gamma)
     else:
         log_q, ratios = _InverseRows.apply(z, log_p, gamma)  # type: ignore[no-untyped-call]
@@ -360,7 +361,8 @@ class _InverseLogits(torch.autograd.Function):
         return _InverseLogits.apply(_batch_first(t, in_dims[0], info), _batch_first(gamma, in_dims[1], info)), 0  # type: ignore[no-untyped-call]
 
 
-def inverse_logits(t: Tensor, gamma: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
+def inverse_logits(op: str, t: Tensor, gamma: Tensor) -> Tensor:
+    """s for the logit t; errors name ``op``."""
+    if torch.compiler.is_compiling() or functionalizes(op):
         return torch.ops.focalkern.inverse_calibration_map_binary(t, gamma)
     return _InverseLogits.apply(t, gamma)  # type: ignore[no-untyped-call]

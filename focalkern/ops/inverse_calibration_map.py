@@ -94,7 +94,7 @@ def inverse_focal_calibration_map(
         return of_array
     log = flag(op, "log", log)
     z, log_p, gamma = _log_probabilities(op, input, gamma, input_kind)
-    log_q, _ = inverse_rows(z, log_p, gamma.expand(log_p.shape[:-1]))
+    log_q, _ = inverse_rows(op, z, log_p, gamma.expand(log_p.shape[:-1]))
     return _as_input(log_q if log else log_q.exp(), input)
 
 
@@ -154,7 +154,7 @@ def binary_inverse_focal_calibration_map(
     if not _broadcasts(gamma, t.shape):
         raise ValueError(f"{op}: gamma must broadcast to the shape of logits, {list(t.shape)}, got {list(gamma.shape)}")
     gamma = gamma.expand(t.shape)
-    s = inverse_logits(t, gamma)
+    s = inverse_logits(op, t, gamma)
     return _as_input(elements_in_order(s if log_odds else s.sigmoid(), t, gamma), logits)
 
 
@@ -208,7 +208,7 @@ def properized_focal_loss(
     is_wide = isinstance(target, Tensor) and needs_float64(input, target, label_smoothing)
     rows = (input.double() if is_wide else input).movedim(class_dim, -1)
     z, log_p, gamma = _log_probabilities(op, rows, gamma, "logits")
-    _, ratios = inverse_rows(z, log_p, gamma.expand(log_p.shape[:-1]))
+    _, ratios = inverse_rows(op, z, log_p, gamma.expand(log_p.shape[:-1]))
     loss = _renamed(
         op,
         focal_loss,

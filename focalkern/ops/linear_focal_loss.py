@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern._checks import reduction_code
+from focalkern._tracing import functionalizes
 from focalkern._types import HALVES, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
@@ -297,7 +298,7 @@ def linear_focal_loss(
     check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
     # Without kernels, and under a transform, a graph contains F.linear and focal_loss, which the compiler may fuse.
     compiling = torch.compiler.is_compiling()
-    transformed = (compiling or return_stats) and torch._C._are_functorch_transforms_active()
+    transformed = torch._C._are_functorch_transforms_active() and (compiling or return_stats or functionalizes())
     if target.is_floating_point():
         loss_dtype = torch.promote_types(loss_dtype, target.dtype)
     few = (
