@@ -19,6 +19,7 @@ __all__ = [
     "is_exporting",
     "is_fake",
     "is_readable",
+    "needs_gradient",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -46,6 +47,11 @@ def is_exporting() -> bool:
     its backward pass, so that its gradient would be missing."""
     # torch.compiler.is_exporting is always true in a compiled graph of torch 2.11.
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
+def needs_gradient(tensor: Tensor | None) -> bool:
+    """Whether the gradient of a tensor may be asked for. The caller of an exported graph may ask for any gradient."""
+    return tensor is not None and (is_exporting() or (torch.is_grad_enabled() and tensor.requires_grad))
 
 
 def are_seen() -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focalkern._tracing import are_kept, is_fake
+from focalkern._tracing import are_kept, is_fake, needs_gradient
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_operator import linear_operator
 from focalkern.ops._linear_pass import (
@@ -43,7 +43,7 @@ __all__ = ["loss_of"]
 
 def loss_of(tensors: Tensors, options: Options, return_stats: bool) -> tuple[Tensor, Any]:
     """The loss, [N] or reduced, by the path that fits; and the statistics of the rows, if asked for."""
-    requires = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:5]]
+    requires = [needs_gradient(t) for t in tensors[:5]]
     options = replace(options, wanted=gradients_needed(tensors, requires, options))
     compiling = torch.compiler.is_compiling()
     transformed = not compiling and (torch._C._are_functorch_transforms_active() or _has_tangent(tensors))

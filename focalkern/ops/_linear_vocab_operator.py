@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focalkern._tracing import needs_gradient
 from focalkern._types import HALVES
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_vocab_parallel import (
@@ -88,7 +89,7 @@ def _through_operator(
         gamma = torch.zeros((), dtype=torch.float64, device="cpu") + gamma
     else:
         gamma = tensors.gamma if tensors.gamma is not None else gamma
-    needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors[:4]]
+    needed = [needs_gradient(tensor) for tensor in tensors[:4]]
     found = torch.ops.focalkern.linear_focal_loss_over_ranks(
         *tensors[:4],
         gamma,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from focalkern._checks import dense, finite, flag
 from focalkern._devices import autocast_is_on, has_float64
+from focalkern._tracing import is_exporting
 from focalkern._types import FLOATS, HALVES, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._collectives import ALONE
@@ -196,6 +197,11 @@ def loss_of_slices(
 ) -> Any:
     """The row loss number ``kind`` from slices [..., C_r] of the classes, with return_stats a :class:`LossWithStats`;
     errors name ``op``."""
+    if is_exporting() and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: torch.export records no gradients of a loss over several ranks; call torch.export.export under "
+            "torch.no_grad() for the loss alone, and use torch.compile for training"
+        )
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")

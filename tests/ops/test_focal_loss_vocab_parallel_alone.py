@@ -197,6 +197,46 @@ def test_a_head_compiles_into_one_graph(alone, name):
         assert_close(gradient, wanted)
 
 
+class Loss(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return self.function(*tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_without_gradients_is_an_error(alone, strict):
+    z, target = torch.randn(7, 40), torch.randint(40, (7,))
+    module = Loss(lambda z, target: fk.focal_loss_vocab_parallel(z, target, 2.0))
+    with pytest.raises(Exception, match=r"focal_loss_vocab_parallel: torch.export records no gradients .*no_grad"):
+        torch.export.export(module, (z, target), strict=strict)
+    with torch.no_grad():
+        exported = torch.export.export(module, (z, target), strict=strict).module()
+    assert_close(exported(z, target), module(z, target))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("over_ranks", [False, True])
+def test_an_exported_head_has_gradients_of_inputs_that_needed_none(alone, over_ranks, reduction, strict):
+    x, w, b = (torch.randn(size, dtype=torch.float64) for size in ((7, 6), (40, 6), (40,)))
+    target, options = torch.randint(40, (7,)), {"reduction": reduction, "process_group": alone if over_ranks else None}
+
+    def function(x, w, b):
+        return fk.linear_focal_loss(x, w, target, 2.0, linear_bias=b, softcap=3.0, **options).square().sum()
+
+    with torch.no_grad():
+        exported = torch.export.export(Loss(function), (x, w, b), strict=strict).module()
+    leaves = [tensor.requires_grad_() for tensor in (x, w, b)]
+    found, expected = exported(*leaves), function(*leaves)
+    assert_close(found, expected)
+    for gradient, wanted in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
+        assert_close(gradient, wanted)
+
+
 def test_statistics_with_smoothing_come_from_the_softmax_of_the_loss(alone, monkeypatch):
     z, w, target = 20 * torch.randn(7, 40), torch.randn(40, 6), torch.randint(40, (7,))
     options = {"label_smoothing": 0.1, "return_stats": True}
