@@ -89,8 +89,9 @@ class SoftReader {
   void find_largest(int64_t n) {
     if (across) return run_in_widest<LargestOfColumns>(columns, padded_, tile);
     if (args.classes < 2 * kBlock && !exponentials) {
-      exponentials.reset(new Real[std::max(kBlock, args.classes)]);
-      for (int64_t r = 0; r < rows_per_tile; ++r) rows.e[r] = exponentials.get() + r * args.classes;
+      const int64_t stride = (args.classes + 15) & -16;  // whole vectors of the widest kind
+      exponentials.reset(new Real[rows_per_tile * stride]);
+      for (int64_t r = 0; r < rows_per_tile; ++r) rows.e[r] = exponentials.get() + r * stride;
     }
     run_in_widest<LargestOfRows>(rows, n, tile);
   }

@@ -26,7 +26,9 @@ template <typename Real>
 struct SoftRows {
   int64_t classes;
   const Real* z[kTileRows];
-  Real* e[kTileRows];             // e^(z - max), or null: rows of fewer than 2 kBlock classes, in the forward pass
+  // e^(z - max), or null: rows of fewer than 2 kBlock classes, in the forward pass. If the last vector of classes
+  // overlaps the one before, all its lanes come after the others.
+  Real* e[kTileRows];
   const Real* target[kTileRows];  // class probabilities, if given
   const Real* share[kTileRows];   // of the classes, unless all but the label have the same
   Real* grad[kTileRows];          // or null
@@ -38,17 +40,17 @@ template <typename Reals>
 struct ExpBelowLargest {
   Reals sum, classes;
 };
-// Also writes e^(z_j - max).
+// Also writes e^(z_j - max). Lanes below `done` of the last vector repeat classes of the one before.
 template <int64_t n, typename Real>
-FK_HOST_DEVICE auto sum_exp_below_largest(const Real* z, int64_t classes, Real max, const SoftTile<Real>& tile,
-                                          Real* to) {
+FK_HOST_DEVICE auto sum_exp_below_largest(const Real* z, int64_t classes, Real max, const simd_t<Real, n>& done,
+                                          const SoftTile<Real>& tile, Real* to) {
   using Reals = simd_t<Real, n>;
   const Reals most = spread<Reals>(-tile.exp_zero[0]), shift = spread<Reals>(max), one = spread<Reals>(Real(1));
   Reals all{}, part{}, below_max{};
-  const auto add = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
+  const auto add = [&](const Reals& v, int64_t at) __attribute__((always_inline)) {
     const ScaledExponential<Reals> parts = exponential_of_fall(Reals(shift - v), most);
     const Reals e = parts.mantissa * parts.scale;
-    store_simd(e, to + j);
+    store_simd(e, to + at);
     if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
       part = v != shift ? part + e : part;
       below_max = v != shift ? below_max + one : below_max;
@@ -58,15 +60,6 @@ FK_HOST_DEVICE auto sum_exp_below_largest(const Real* z, int64_t classes, Real m
     }
   };
   const int64_t whole = classes & -n;
-  if (whole < classes) {
-    // The last vector overlaps the one before. In the lanes of both, the maximum replaces the logit here; the loop
-    // below writes their exponentials again.
-    const int64_t begin = classes - n;
-    const Reals first = load_simd<Reals>(tile.first), overlap = spread<Reals>(static_cast<Real>(whole - begin));
-    add(Reals(first < overlap ? shift : load_simd<Reals>(z + begin)), begin);
-    all = part;
-    part = Reals{};
-  }
   for (int64_t j = 0; j < whole;) {
     const int64_t stop = std::min(whole, j + kPart * n);
     for (; j < stop; j += n) {
@@ -75,6 +68,11 @@ FK_HOST_DEVICE auto sum_exp_below_largest(const Real* z, int64_t classes, Real m
     }
     all += part;
     part = Reals{};
+  }
+  if (whole < classes) {
+    const Reals v = load_simd<Reals>(z + classes - n);
+    add(Reals(load_simd<Reals>(tile.first) < done ? shift : v), whole);  // the sums leave out the maximum
+    all += part;
   }
   return ExpBelowLargest<Reals>{all, below_max};
 }
@@ -125,12 +123,14 @@ struct LargestOfRows {
       for (int64_t i = 0; i < count; ++i) lanes[i] = max_lanes_of<n>(rows.z[first + i], rows.classes);
       store_simd(fold_each(lanes, Larger{}), tile.shift + first);
     }
-    const Real others = static_cast<Real>(rows.classes - 1);
+    const int64_t classes = rows.classes;
+    const Real others = static_cast<Real>(classes - 1);
+    const Reals done = spread<Reals>(static_cast<Real>(n - classes % n));
     for (int64_t first = 0; first < n_rows; first += half) {
       const int64_t count = std::min(half, n_rows - first);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t r = first + i;
-        const auto below = sum_exp_below_largest<n>(rows.z[r], rows.classes, tile.shift[r], tile, rows.e[r]);
+        const auto below = sum_exp_below_largest<n>(rows.z[r], classes, tile.shift[r], done, tile, rows.e[r]);
         lanes[i] = below.sum;
         lanes[half + i] = below.classes;
       }
@@ -277,7 +277,7 @@ struct SoftSumsOfRows {
     [[maybe_unused]] const Ints label = spread<Ints>(tile.label[r]);
     [[maybe_unused]] Ints index = load_simd<Ints>(kFirst<Int>);
     SoftSums<kGamma, Reals, Reals> sums;
-    const auto add = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
+    const auto add = [&](const Reals& v, int64_t j, [[maybe_unused]] int64_t at) __attribute__((always_inline)) {
       Reals of_share = one_share;
       if constexpr (!kUniform) {
         of_share = load_simd<Reals>(share + j);
@@ -285,7 +285,7 @@ struct SoftSumsOfRows {
       }
       ClassTerms<Reals> terms;
       if constexpr (kHasExponentials) {
-        terms = lanes.at(v, load_simd<Reals>(e + j), of_share).terms;
+        terms = lanes.at(v, load_simd<Reals>(e + at), of_share).terms;
       } else {
         terms = lanes.at(v, of_share).terms;
       }
@@ -299,7 +299,7 @@ struct SoftSumsOfRows {
     for (int64_t j = 0; j < whole;) {
       const int64_t stop = std::min(whole, j + kSoftPart * n);
       for (; j < stop; j += n) {
-        add(load_simd<Reals>(z + j), j);
+        add(load_simd<Reals>(z + j), j, j);
         if constexpr (kUniform && kLabelApart<Loss>) index += static_cast<Int>(n);
       }
       sums.flush([](const Reals& part) { return part; });
@@ -317,7 +317,7 @@ struct SoftSumsOfRows {
       // Classes that were added before get the likely class's logit, so that the sum excludes them.
       const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
       const Reals v = load_simd<Reals>(z + begin);
-      add(Reals(first < done ? lanes.likely : v), begin);
+      add(Reals(first < done ? lanes.likely : v), begin, whole);
       sums.flush([](const Reals& part) { return part; });
     }
     return sums;
