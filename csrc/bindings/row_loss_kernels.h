@@ -81,9 +81,12 @@ struct Cpu {
     dispatch_loss(options.kind, [&](auto formula) {
       using Loss = decltype(formula);
       at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
-        // Runs backwards: the rows that the forward pass read last may still be in the cache.
-        for (int64_t i = end - 1; i >= begin; --i) {
-          cpu::row_loss_backward<Loss>(args, i * chunk_rows, std::min(args.rows, (i + 1) * chunk_rows));
+        // Runs backwards: the rows that the forward pass read last may still be in the cache. Some chunks at a time,
+        // because the first rows of a call are not prefetched.
+        constexpr int64_t kAtOnce = 4;
+        for (int64_t stop = end, start; stop > begin; stop = start) {
+          start = std::max(begin, stop - kAtOnce);
+          cpu::row_loss_backward<Loss>(args, start * chunk_rows, std::min(args.rows, stop * chunk_rows));
         }
       });
     });
