@@ -1,11 +1,13 @@
 """The base of the metrics for torchmetrics."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from focalkern._arrays import flat_rows
 from focalkern.metrics._inputs import probs_and_target
@@ -13,6 +15,8 @@ from focalkern.metrics._inputs import probs_and_target
 __all__ = ["FocalkernMetric"]
 
 _INPUT_KINDS = ("probs", "logits")
+# The dtypes of lists, by their codes. No rows are bool, to which any other dtype is promoted.
+_GATHERED = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class FocalkernMetric(Metric):
@@ -32,6 +36,9 @@ class FocalkernMetric(Metric):
         self._check("input_kind", input_kind, _INPUT_KINDS)
         self.input_kind = input_kind
         self.ignore_index = ignore_index
+        # MetricCollection shares the states of metrics whose states are equal after the first batch, as two zeros are.
+        settings = f"{type(self).__name__} {input_kind} {ignore_index}"
+        self.add_state("settings", torch.tensor(list(settings.encode())), dist_reduce_fx="max")
 
     def _check(self, name: str, value: Any, options: Any) -> None:
         if value not in options:
@@ -73,6 +80,17 @@ class FocalkernMetric(Metric):
             row = int(without.nonzero()[0])
             raise ValueError(f"{type(self).__name__}: preds must have a finite softmax, got {scores[row]} at row {row}")
         return probs
+
+    def _sync_dist(self, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+        """Gathers lists in one dtype; a process without rows gathers no row of this dtype."""
+        lists = {name: getattr(self, name) for name in self._defaults if isinstance(getattr(self, name), list)}
+        for name, parts in lists.items():
+            mine = torch.cat(parts) if parts else torch.empty(0, device=self.device, dtype=torch.bool)
+            code = torch.tensor(_GATHERED.index(mine.dtype), device=mine.device)
+            codes = dist_sync_fn(code, group=process_group or self.process_group)
+            of_all = functools.reduce(torch.promote_types, (_GATHERED[int(one)] for one in codes))
+            setattr(self, name, [mine.to(of_all)])
+        super()._sync_dist(dist_sync_fn, process_group)
 
     def set_dtype(self, dst_type: str | torch.dtype) -> Self:
         """Sets the dtype of the result. The states keep theirs: sums float64, counts int64, confidences as given.

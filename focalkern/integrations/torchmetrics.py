@@ -127,7 +127,7 @@ class CalibrationError(FocalkernMetric):
         """
         if self.estimator == "equal_width":
             return _bins_from_sums(self, int(self.count.sum()))
-        if not _parts(self.confidence):
+        if len(self.confidence) == 0:  # a list of batches, or one tensor of all processes
             empty = torch.empty(0, device=self.device)
             return metrics.reliability_bins(
                 confidence=empty, correct=empty, n_bins=self.n_bins, estimator=self.estimator
@@ -331,8 +331,3 @@ def _bins_from_sums(metric: Any, n_samples: int) -> metrics.ReliabilityBins:
         n_samples=n_samples,
         estimator="equal_width",
     )
-
-
-def _parts(state: Any) -> int:
-    """The batches of a list state, which becomes one tensor when processes are synchronised."""
-    return 1 if isinstance(state, Tensor) else len(state)

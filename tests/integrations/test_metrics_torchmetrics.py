@@ -171,6 +171,42 @@ def test_a_collection_and_its_state_dict():
     assert copy.compute() == found
 
 
+@pytest.mark.parametrize("first", ["ignored", "perfect", "without class 0"])
+def test_a_collection_keeps_metrics_apart_whose_first_states_are_equal(first):
+    """torchmetrics would share the states of metrics that are equal after the first batch."""
+    logits, target = sample()
+    probs, places = logits.softmax(-1), torch.arange(230)
+    begin = {"ignored": places[:0], "perfect": places[:9], "without class 0": (target != 0).nonzero().squeeze(1)}[first]
+    some, labels = probs[begin], target[begin]
+    if first == "perfect":
+        some = torch.nn.functional.one_hot(labels, 4).to(probs)
+    if first == "ignored":
+        some, labels = probs[:5], torch.full((5,), -100)
+    collected = {
+        "nll": ours.NegativeLogLikelihood(ignore_index=-100),
+        "brier": ours.BrierScore(ignore_index=-100),
+        "ece": ours.CalibrationError(ignore_index=-100),
+        "mce": ours.CalibrationError(ignore_index=-100, error="maximum"),
+    }
+    if first != "ignored":  # where it would meet label -100
+        collected["ece without class 0"] = ours.CalibrationError(ignore_index=0)
+    found = torchmetrics.MetricCollection(collected)
+    found.update(some, labels)
+    found.update(probs, target)
+    rows, truth, ignored = torch.cat([some, probs]), torch.cat([labels, target]), {"ignore_index": -100}
+    expected = {
+        "nll": metrics.nll(rows, truth, **ignored),
+        "brier": metrics.brier_score(rows, truth, **ignored),
+        "ece": metrics.expected_calibration_error(rows, truth, **ignored),
+        "mce": metrics.maximum_calibration_error(rows, truth, **ignored),
+    }
+    if first != "ignored":
+        expected["ece without class 0"] = metrics.expected_calibration_error(rows, truth, ignore_index=0)
+    for name, value in found.compute().items():
+        assert_close(value, expected[name])
+    assert any(sorted(group) == ["ece", "mce"] for group in found.compute_groups.values())
+
+
 METRICS = {
     "equal width": lambda: ours.CalibrationError(n_bins=5),
     "equal mass": lambda: ours.CalibrationError(n_bins=5, estimator="equal_mass"),
@@ -283,8 +319,17 @@ def work(rank, folder, results):
             for batch in (0, 1) if rank == 0 else (2,):
                 metric.update(probs.split(sizes)[batch], target.split(sizes)[batch])
             found.append(metric.compute().item())
+        uneven = []
+        # The second process has no batch, or rows of another dtype.
+        for size, dtype in ((len(probs), probs.dtype), (100, torch.float64)):
+            for metric in made():
+                mine = slice(0, size) if rank == 0 else slice(size, None)
+                if len(target[mine]):
+                    metric.update(probs[mine].to(probs.dtype if rank == 0 else dtype), target[mine])
+                uneven.append(metric.compute().item())
+        without = [metric.compute().item() for metric in made()]
         torch.distributed.destroy_process_group()
-        results.put((rank, found))
+        results.put((rank, (found, uneven, without)))
     except BaseException:
         results.put((rank, traceback.format_exc()))
 
@@ -311,7 +356,11 @@ def test_two_processes_compute_what_one_does(tmp_path):
         metric.update(probs, target)
         expected.append(metric.compute().item())
     for rank in range(2):
-        assert found[rank] == pytest.approx(expected, rel=1e-12), found[rank]
+        assert isinstance(found[rank], tuple), found[rank]
+        of_batches, uneven, without = found[rank]
+        assert of_batches == pytest.approx(expected, rel=1e-12)
+        assert uneven == pytest.approx(2 * expected, rel=1e-12)
+        assert all(map(math.isnan, without))
 
 
 @pytest.mark.parametrize(
