@@ -277,7 +277,7 @@ class CalibrationGridState:
             )
         if content.sums is None:
             return torch.zeros(len(of.gammas), len(of.temperatures), dtype=torch.float64)
-        return content.tensors()[criterion].clone()
+        return dict(content.sums.items())[criterion].clone()
 
     def error_bound(self, criterion: str) -> Tensor:
         """A bound on the error of :meth:`compute` against the grid of all rows at once, apart from rounding.
@@ -314,7 +314,7 @@ class CalibrationGridState:
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors, numbers and strings, for ``torch.save`` and ``torch.load(weights_only=True)``.
 
-        The tensors are the state's own, not copies. With ``exact=True`` they include the rows.
+        Later batches do not change it. With ``exact=True`` it has the rows.
 
         Returns:
             A dictionary.
@@ -331,7 +331,7 @@ class CalibrationGridState:
             "config": self._config.as_dict(),
             "n_samples": self.n_samples,
             "n_classes": self._n_classes,
-            "tensors": self._content.tensors(),
+            "tensors": self._content.saved(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:

@@ -34,8 +34,8 @@ class Accumulator(Protocol):
     def error_bound(self, criterion: str) -> Tensor:
         """[Gg, Gt]: error bounds of :meth:`grid`."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The content, for a saved state."""
+    def saved(self) -> dict[str, Tensor]:
+        """The content, for a saved state; later batches do not change it."""
 
     def load(self, subject: str, tensors: Any, n_rows: int) -> None:
         """Replace the content with a saved state."""
@@ -93,8 +93,8 @@ class SumAccumulator:
             return bounds_of(self.sums, self._cut)[criterion].view(len(self.config.gammas), -1)
         return _no_bound(self.config, self.device)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {} if self.sums is None else dict(self.sums.items())
+    def saved(self) -> dict[str, Tensor]:
+        return {} if self.sums is None else {name: tensor.clone() for name, tensor in self.sums.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """The packed sums, for pickle."""
@@ -160,7 +160,7 @@ class SampleStore:
     def error_bound(self, criterion: str) -> Tensor:
         return _no_bound(self.config, self.device)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def saved(self) -> dict[str, Tensor]:
         return {} if self.rows is None else dict(zip(("input", "target"), self.rows.load(), strict=True))
 
     def load(self, subject: str, tensors: Any, n_rows: int) -> None:

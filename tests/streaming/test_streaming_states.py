@@ -156,6 +156,18 @@ def test_state_dict_goes_on_where_it_was(device):
     assert fk.CalibrationGridState.from_state_dict(empty.state_dict()).n_samples == 0
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_later_batches_do_not_change_a_state_dict(exact, device):
+    logits, target = samples(60, device=device)
+    state = fk.CalibrationGridState(GAMMAS, TEMPERATURES, exact=exact).update(logits[:20], target[:20])
+    saved, expected = state.state_dict(), state.compute().tables
+    state.update(logits[20:], target[20:])
+    found = fk.CalibrationGridState.from_state_dict(saved)
+    assert found.n_samples == 20
+    for name, table in found.compute().tables.items():
+        torch.testing.assert_close(table.cpu(), expected[name].cpu(), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
