@@ -22,6 +22,8 @@ def register_composites() -> torch.library.Library:
         sigmoid_loss_composite,
         spline_map_composite,
     ):
-        # A second import of this package registers them again, which torch 2.11 refuses without allow_override.
-        library.impl(function.__name__, function, "CompositeImplicitAutograd", allow_override=True)
+        # Without the second key, torch.func.vmap would call the operator once per sample, with a warning.
+        for key in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
+            # A second import of this package registers them again, which torch 2.11 refuses without allow_override.
+            library.impl(function.__name__, function, key, allow_override=True)
     return library

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import focalkern as fk
 from focalkern.ops import _backend
@@ -111,6 +112,26 @@ def test_transforms_compile_to_one_graph(name):
     z = torch.randn(4, 5, dtype=torch.float64)
     gradient = torch.func.grad(FUNCTIONS[name])
     assert_close(torch.compile(gradient, fullgraph=True, backend="aot_eager")(z), gradient(z))
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.operations += 1
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vmap_runs_each_operation_once_for_all_samples(name):
+    counts = []
+    for samples in (2, 5):
+        with Counting() as counting:
+            torch.func.vmap(FUNCTIONS[name])(torch.randn(samples, 4, 5))
+        counts.append(counting.operations)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
