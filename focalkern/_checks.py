@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._tracing import constant_in_graphs
+from focalkern._tracing import constant_in_graphs, values_of
 from focalkern._types import FLOATS, REDUCTIONS
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "is_number",
     "label",
     "label_range",
+    "labels_to_check",
+    "may_wait_for",
     "number",
     "one_of",
     "parsed_float",
@@ -186,6 +188,17 @@ def smoothing(op: str, value: Any) -> None:
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {value}")
 
 
+def may_wait_for(tensor: Tensor) -> bool:
+    """Whether a check may read the tensor's values: on the CPU, and with FOCALKERN_VALIDATE=1 on other devices too."""
+    return tensor.device.type == "cpu" or os.environ.get("FOCALKERN_VALIDATE", "").startswith("1")
+
+
+def labels_to_check(target: Tensor) -> Tensor | None:
+    """The labels if invalid ones raise; under torch.func's grad, jvp and vmap too, without their wrappers."""
+    labels = values_of(target)
+    return labels if labels is not None and may_wait_for(target) else None
+
+
 def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int | None = None) -> None:
     """Raises unless every label is in [0, n_classes) or ignore_index. It reads the labels, which synchronises a device.
 
@@ -256,7 +269,8 @@ def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
         if isinstance(error, ValueError):
             return target_misfit(op, input, target) or error
         classes = input.shape[min(input.dim() - 1, 1)]
-        remedy = f"; {ONE_LOGIT}" if classes == 1 else from_one(target, classes, -100)
+        labels = values_of(target)
+        remedy = f"; {ONE_LOGIT}" if classes == 1 else from_one(labels, classes, -100) if labels is not None else ""
         return IndexError(f"{error}{remedy}") if remedy not in str(error) else error
     if str(error).startswith(op) or isinstance(error, ValueError | IndexError):
         return error

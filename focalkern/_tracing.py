@@ -20,6 +20,7 @@ __all__ = [
     "is_fake",
     "is_readable",
     "needs_gradient",
+    "values_of",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -101,9 +102,21 @@ def functionalizes(op: str = "") -> bool:
 def has_values(tensor: Tensor) -> bool:
     """Whether Python may read the tensor's values: not in a graph, under torch.func, on the meta device, or of a fake
     tensor."""
-    if are_traced() or torch._C._are_functorch_transforms_active() or tensor.is_meta:
-        return False
-    return not is_fake(tensor)
+    return values_of(tensor) is not None and not torch._C._are_functorch_transforms_active()
+
+
+def values_of(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor that Python may read, or None. Unlike ``has_values``, it takes a tensor from within
+    torch.func's grad, jvp and vmap, and returns what they have wrapped: for vmap, all samples."""
+    if are_traced():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        functorch = torch._C._functorch
+        while functorch.is_batchedtensor(tensor) or functorch.is_gradtrackingtensor(tensor):
+            tensor = functorch.get_unwrapped(tensor)
+        if functorch.is_functionaltensor(tensor):
+            return None
+    return None if tensor.is_meta or is_fake(tensor) else tensor
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -1,10 +1,9 @@
 """Checks of the operators in plain torch; the errors have the words of the compiled module."""
 
-import os
-
 import torch
 from torch import Tensor
 
+from focalkern._checks import may_wait_for
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern._tracing import has_values
 from focalkern._types import FLOATS, HALVES, REDUCTIONS
@@ -47,8 +46,7 @@ def values_may_be_read(tensor: Tensor) -> bool:
 
     Always False where values cannot be read: in graphs, under torch.func, on the meta device, of fake tensors.
     """
-    on_cpu = tensor.device.type == "cpu" or os.environ.get("FOCALKERN_VALIDATE", "").startswith("1")
-    return on_cpu and has_values(tensor)
+    return may_wait_for(tensor) and has_values(tensor)
 
 
 def fits(parameter: Tensor, shape: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focalkern._checks import label_range, target_misfit
+from focalkern._checks import label_range, labels_to_check, target_misfit
 from focalkern._devices import as_parameter, has_float64, is_host_number
 from focalkern._types import LABELS, REDUCTIONS, compute_dtype
 from focalkern.fallback._checks import (
@@ -22,7 +22,6 @@ from focalkern.fallback._checks import (
     check_floating,
     check_same_device,
     fits,
-    values_may_be_read,
 )
 from focalkern.fallback._compile import compilable
 from focalkern.gamma import GammaTable
@@ -96,9 +95,9 @@ def promoted(input: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
 
 def check_range(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
     """Raises for a label out of range, unless reading labels would synchronise the device; its row is NaN there."""
-    if target.is_floating_point() or not values_may_be_read(target):
-        return
-    label_range(op, target, classes, ignore_index)
+    labels = None if target.is_floating_point() else labels_to_check(target)
+    if labels is not None:
+        label_range(op, labels, classes, ignore_index)
 
 
 def _of_labels(
@@ -143,7 +142,7 @@ def _of_labels(
         loss = -row_weight * times_log(factor, log_p)
         if weight is not None:  # a class with weight 0 has loss 0, even if its probability is 0
             loss = torch.where((row_weight == 0) & (log_p == -math.inf), 0.0, loss)
-    loss = torch.where(in_range, loss, math.nan)
+    loss = loss * torch.where(in_range | ~valid, 1.0, math.nan)  # a factor, so that the gradient is NaN too
     return torch.where(valid, loss, 0.0), divisor
 
 

@@ -66,6 +66,7 @@ def focal_loss_composite(
     """The operator ``focal_loss_composite``. ``float32_loss``: whether autocast makes the loss float32."""
     spec = row_loss_of(kind)
     check_operator(spec, input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing)
+    check_range(spec.name, target, input.shape[0 if input.dim() == 1 else 1], ignore_index)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, epsilon)
     with exact_second_derivatives():
         loss = _definition(spec, input, target, gamma, edges, weight, *options)

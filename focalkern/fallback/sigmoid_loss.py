@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from focalkern import reference
+from focalkern._checks import labels_to_check
 from focalkern._devices import is_host_number
 from focalkern._types import REDUCTIONS, compute_dtype
 from focalkern.fallback._checks import (
@@ -13,7 +14,6 @@ from focalkern.fallback._checks import (
     check_reduction,
     check_same_device,
     fits,
-    values_may_be_read,
 )
 from focalkern.fallback._compile import compilable
 from focalkern.reference._log_space import exact_second_derivatives
@@ -68,6 +68,7 @@ def sigmoid_loss_composite(
 ) -> Tensor:
     """The operator ``sigmoid_loss_composite``. ``float32_loss``: whether autocast makes the loss float32."""
     check_arguments(input, target, gamma, second, weight, scores, kind, constant, reduction)
+    check_range(input, target, kind, ignore_index)
     with exact_second_derivatives():
         loss = _definition(input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index)
     return loss if float32_loss else loss.to(input.dtype)
@@ -180,9 +181,10 @@ def check_scores(op: str, input: Tensor, labels: Tensor, scores: Tensor, kind: i
 
 
 def check_range(input: Tensor, target: Tensor, kind: int, ignore_index: int) -> None:
-    if target.dim() + 1 != input.dim() or not values_may_be_read(target):
+    found = labels_to_check(target) if target.dim() + 1 == input.dim() else None
+    if found is None:
         return
-    n_classes, labels = input.shape[0 if input.dim() == 1 else 1], target.reshape(-1).long()
+    n_classes, labels = input.shape[0 if input.dim() == 1 else 1], found.reshape(-1).long()
     rows = (((labels < 0) | (labels > n_classes)) & (labels != ignore_index)).nonzero()
     if len(rows):
         row = int(rows[0])

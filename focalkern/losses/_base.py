@@ -1,7 +1,6 @@
 """Code shared by the losses: the options of cross-entropy, and batches in the form of the losses in plain torch."""
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from focalkern._checks import ONE_LOGIT, dense, label, label_range, reduction_code, short, target_misfit
+from focalkern._checks import (
+    ONE_LOGIT,
+    dense,
+    label,
+    label_range,
+    labels_to_check,
+    reduction_code,
+    short,
+    target_misfit,
+)
 from focalkern._checks import number as any_number
 from focalkern._devices import autocast_is_on, has_float64, on_device
 from focalkern._tracing import has_values
@@ -262,8 +270,9 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Batch:
         return Batch(z, None, given, sample_weight, every)
     index = target.long()
     valid = index != loss.ignore_index
-    if (target.device.type == "cpu" or _validating()) and has_values(target):
-        check_range(op, target, n_classes, loss.ignore_index)
+    labels = labels_to_check(target)
+    if labels is not None:
+        check_range(op, labels, n_classes, loss.ignore_index)
     # On CUDA labels are not read: a label out of range makes its row NaN, as in focal_loss.
     counts = valid & (index >= 0) & (index < n_classes)
     z = torch.where(counts.unsqueeze(-1), z, torch.where(valid, math.nan, 0.0).to(z.dtype).unsqueeze(-1))
@@ -308,10 +317,6 @@ def check_range(op: str, target: Tensor, n_classes: int, ignore_index: int) -> N
     except IndexError as error:
         remedy = f"; {ONE_LOGIT}" if n_classes == 1 else ""
         raise IndexError(f"{error}{remedy}") from None
-
-
-def _validating() -> bool:
-    return os.environ.get("FOCALKERN_VALIDATE") == "1"
 
 
 def in_dtype_of(loss: Tensor, input: Tensor) -> Tensor:

@@ -130,8 +130,7 @@ def _with_extras(
         except IndexError:  # the kernel checks the labels, but names its own loss
             check_range(op, target, input.shape[min(input.dim() - 1, 1)], ignore_index)
             raise
-    if not (torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()):
-        check_range(op, target, input.shape[min(input.dim() - 1, 1)], ignore_index)
+    check_range(op, target, input.shape[min(input.dim() - 1, 1)], ignore_index)
     if apart or target.is_floating_point() or label_smoothing:
         return loss_plus_z_loss(op, kind, input, target, gamma, *arguments, z_loss, apart), None
     loss = loss_of_slices(

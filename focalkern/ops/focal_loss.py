@@ -162,9 +162,9 @@ def focal_loss(
     Raises:
         TypeError: dtype or kind of an argument.
         ValueError: shape, value or device of an argument.
-        IndexError: a label outside [0, C) that is not ``ignore_index``, with its row. On CUDA, where this check would
-            synchronise the device, the loss and gradient of such a row are NaN; :func:`check_labels` and the
-            environment variable FOCALKERN_VALIDATE=1 raise there.
+        IndexError: a label outside [0, C) that is not ``ignore_index``, with its row; under ``torch.func.vmap`` its
+            place among all labels. On CUDA, where this check would synchronise the device, the loss and gradient of
+            such a row are NaN; :func:`check_labels` and the environment variable FOCALKERN_VALIDATE=1 raise there.
         NotImplementedError: a device without a kernel.
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437); Wang et al., NeurIPS 2021

@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from conftest import assert_close
 
 import focalkern as fk
+from focalkern.fallback.focal_loss import focal_definition
 
 dynamo = focal_cases.dynamo  # fixture
 threads = focal_cases.threads  # fixture
@@ -87,6 +88,45 @@ def test_labels_out_of_range_on_the_cpu_name_the_row(bad, smoothing):
         fk.focal_loss(spread, target[:, None].expand(5, 2), label_smoothing=smoothing)
     with pytest.raises(IndexError, match=rf"got {bad}"):
         fk.focal_loss(torch.zeros(3), torch.tensor(bad), label_smoothing=smoothing)
+
+
+ON_LABELS = {
+    "focal": (fk.focal_loss, "focal_loss"),
+    "smoothed": (lambda z, y: fk.focal_loss(z, y, label_smoothing=0.1), "focal_loss"),
+    "z-loss": (lambda z, y: fk.focal_loss(z, y, z_loss=0.1), "focal_loss"),
+    "poly": (fk.poly_focal_loss, "poly_focal_loss"),
+    "dual": (fk.DualFocalLoss(), "DualFocalLoss"),
+    "mmce": (fk.MMCELoss(), "MMCELoss"),
+    "sigmoid": (lambda z, y: fk.sigmoid_focal_loss(z, y, reduction="sum"), "sigmoid_focal_loss"),
+}
+TRANSFORMED = {
+    "grad": lambda f, z, y: torch.func.grad(f)(z, y),
+    "grad, labels from outside": lambda f, z, y: torch.func.grad(lambda z: f(z, y))(z),
+    "vmap": lambda f, z, y: torch.func.vmap(f)(z, y),
+    "gradients per sample": lambda f, z, y: torch.func.vmap(torch.func.grad(f))(z, y),
+    "jvp": lambda f, z, y: torch.func.jvp(lambda z: f(z, y), (z,), (z,)),
+    "hessian": lambda f, z, y: torch.func.hessian(f)(z, y),
+}
+
+
+@focal_cases.torch_jit_warns
+@pytest.mark.parametrize("bad", [4, -1])
+@pytest.mark.parametrize("transform", TRANSFORMED)
+@pytest.mark.parametrize("name", ON_LABELS)
+def test_labels_out_of_range_raise_under_torch_func_too(name, transform, bad):
+    loss, op = ON_LABELS[name]
+    with pytest.raises(IndexError, match=rf"^{op}: target must be in \[0, 3.*got {bad} at row 2"):
+        TRANSFORMED[transform](loss, torch.randn(4, 3), torch.tensor([0, 1, bad, 2]))
+
+
+def test_a_label_that_is_not_checked_makes_loss_and_gradient_nan():
+    """In plain torch, where reading labels would synchronise a device."""
+    z = torch.randn(4, 3, requires_grad=True)
+    target = torch.tensor([0, 3, -100, 2])
+    loss = focal_definition(z, target, 2.0, None, None, 0, -100, 0.0, False)
+    assert loss.isnan().tolist() == [False, True, False, False]
+    (grad,) = torch.autograd.grad(loss.nansum() + loss.sum(), z)
+    assert grad.isnan().tolist() == [[row == 1] * 3 for row in range(4)]
 
 
 def test_a_large_batch_names_its_first_bad_label_on_any_number_of_threads(threads):
