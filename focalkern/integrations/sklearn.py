@@ -296,8 +296,8 @@ def _logits(classifier: Any, X: Any, response: str, classes: Any) -> np.ndarray[
         )
     if len(seen) == len(classes):
         return found
-    least = float(little) if response == "predict_proba" else float(found.min()) - 10.0
-    whole = np.full((len(found), len(classes)), least, found.dtype)
+    whole = np.empty((len(found), len(classes)), found.dtype)
+    whole[:] = little if response == "predict_proba" else found.min(1, keepdims=True) - 10.0
     whole[:, seen] = found
     return whole
 

@@ -220,6 +220,16 @@ def test_mistakes_are_named(options, y, error, words):
 
 
 @pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+@pytest.mark.parametrize("estimator", [GaussianNB(), LogisticRegression(), LinearSVC()], ids=repr)
+def test_probabilities_of_a_row_do_not_depend_on_the_other_rows(estimator):
+    """Tests folds without a class, whose logits are filled up."""
+    X, y = sample()[0], np.repeat(range(4), 100)
+    classifier = fk.CalibratedClassifier(estimator, cv=KFold(4), ensemble=True).fit(X + 0.5 * y[:, None], y)
+    found, one_by_one = classifier.predict_proba(X), [classifier.predict_proba(row[None]) for row in X]
+    np.testing.assert_allclose(found, np.concatenate(one_by_one), rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 def test_a_fold_without_a_class_is_filled_up_where_the_classifier_permits_it():
     X, _ = sample()
     for estimator, sizes in ((GaussianNB(), [100, 150, 150]), (LogisticRegression(), [100, 100, 100, 100])):
