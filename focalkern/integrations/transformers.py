@@ -11,6 +11,7 @@ from torch import Tensor
 
 from focalkern._checks import flag, integer
 from focalkern.calibrators import TemperatureScaling
+from focalkern.calibrators._row_source import rank_and_size, sum_over_group
 from focalkern.gamma import GammaTable
 from focalkern.integrations import _own_loss
 from focalkern.integrations._focal_of_model import FeaturesInTraining, FocalLossOfModel
@@ -146,7 +147,8 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature above 1 means
     that the model is over-confident. NaN logits make all three NaN. With several evaluation
     sets, the names have the prefix of the set, such as ``eval_name_nll``. Labels are shifted to the next token if the
-    model's own loss shifts them.
+    model's own loss shifts them. In distributed training every process has the numbers of the first, from its rows, so
+    that all stop early or save at the same step. All processes need the callback.
 
     Pass the callback as ``Trainer(callbacks=[...])``. If ``trainer.add_callback`` adds it, the first evaluation before
     training has no numbers. With ``compute_loss_func`` or ``label_smoothing_factor``, ``Trainer`` passes no labels to
@@ -205,8 +207,9 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         kept, problem, self._kept, self._problem = self._kept, self._problem, [], ""
-        if problem or not kept:
-            if not self._warned:
+        known, *figures = self._figures([] if problem else kept)
+        if not known:
+            if not self._warned and rank_and_size()[0] == 0:
                 self._warned = True
                 problem = problem or (
                     "no forward pass had labels that count and logits; with compute_loss_func or "
@@ -214,21 +217,26 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
                 )
                 warnings.warn(f"CalibrationCallback: no numbers for this evaluation: {problem}", stacklevel=2)
             return
-        logits = torch.cat([rows for rows, _ in kept])[: self.max_samples]
-        labels = torch.cat([targets for _, targets in kept])[: self.max_samples]
-        log_probs = logits.log_softmax(-1)
-        figures = [math.nan] * 3  # of a training that has diverged, which goes on
-        if not bool(log_probs.isnan().any()):
-            figures = [
-                float(nll(log_probs, labels, log=True)),
-                float(expected_calibration_error(logits.softmax(-1), labels, n_bins=self.n_bins)),
-                float(TemperatureScaling().fit_quietly(logits, labels).temperature_),
-            ]
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "eval")
         self.results = dict(zip((f"{prefix}_nll", f"{prefix}_ece", f"{prefix}_temperature"), figures, strict=True))
         metrics.update(self.results)
         if state.log_history:
             state.log_history[-1].update(self.results)
+
+    def _figures(self, kept: list[tuple[Tensor, Tensor]]) -> list[float]:
+        """Whether there are numbers, and the three numbers: those of the first process, on every process."""
+        found = torch.zeros(4, dtype=torch.float64)
+        if kept and rank_and_size()[0] == 0:
+            logits = torch.cat([rows for rows, _ in kept])[: self.max_samples]
+            labels = torch.cat([targets for _, targets in kept])[: self.max_samples]
+            log_probs = logits.log_softmax(-1)
+            found[0], found[1:] = 1.0, math.nan  # of a training that has diverged, which goes on
+            if not bool(log_probs.isnan().any()):
+                found[1] = nll(log_probs, labels, log=True)
+                found[2] = expected_calibration_error(logits.softmax(-1), labels, n_bins=self.n_bins)
+                found[3] = TemperatureScaling().fit_quietly(logits, labels).temperature_
+        figures: list[float] = sum_over_group(found).tolist()
+        return figures
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         self._kept, self._problem = [], ""  # the rows of trainer.predict() are of no evaluation

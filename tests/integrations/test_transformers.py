@@ -1,6 +1,9 @@
 """Hugging Face transformers with the focal loss: all calls of models to their loss, Trainer, and the callback."""
 
 import copy
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -238,6 +241,34 @@ def test_each_evaluation_set_has_its_own_figures(tmp_path):
     for name in sets:
         assert result[f"eval_{name}_nll"] == pytest.approx(result[f"eval_{name}_loss"], rel=1e-5)
     assert "test_ece" in trainer.evaluate(sets["a"], metric_key_prefix="test")
+
+
+def evaluate_part(rank, store):
+    """One of two processes: evaluates its own rows, then none."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    generator = torch.Generator().manual_seed(rank)
+    logits, labels = torch.randn(60, 5, generator=generator), torch.randint(5, (60,), generator=generator)
+    callback, state = CalibrationCallback(), transformers.TrainerState()
+    callback._kept = [(logits[:40], labels[:40]), (logits[40:], labels[40:])]
+    found = [{"eval_runtime": 0.0}, {"eval_runtime": 0.0}]
+    callback.on_evaluate(None, state, None, found[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callback.on_evaluate(None, state, None, found[1])
+    torch.distributed.destroy_process_group()
+    return found, float(F.cross_entropy(logits, labels))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_every_process_has_the_figures_of_the_first(tmp_path):
+    """The figures of its own rows would let one process stop early, and the others wait for it."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        (first, nll), (second, _) = pool.map(evaluate_part, (0, 1), (str(tmp_path / "store"),) * 2)
+    assert first == second
+    assert first[0]["eval_nll"] == pytest.approx(nll, rel=1e-6)
+    assert set(first[0]) == {"eval_runtime", "eval_nll", "eval_ece", "eval_temperature"}
+    assert set(first[1]) == {"eval_runtime"}
 
 
 @pytest.mark.parametrize(
