@@ -171,11 +171,12 @@ def pair_problems(input: Tensor, labels: Tensor, other: Tensor, other_labels: Te
         return []
     if input.shape == other.shape and torch.equal(input, other) and torch.equal(labels, other_labels):
         return [f"the same {len(other):,} rows are validation and test rows, so the metrics are optimistic"]
-    one, two = _hashes(input, labels), _hashes(other, other_labels)
-    # The outputs of a tree have few distinct rows, so both sets may share them.
-    if len(np.unique(two)) < 0.9 * len(two) or len(np.unique(one)) < 0.9 * len(one):
+    one, two = row_hashes(input, labels), row_hashes(other, other_labels)
+    # The outputs of a tree have few distinct rows, so both sets may share them. Copies of rows are no such outputs.
+    if any(len(np.unique(found[1])) < 0.9 * len(found[1]) and copies_of(*found) is None for found in (one, two)):
         return []
-    both = two[np.isin(two, one)]
+    two = two[1]
+    both = two[np.isin(two, one[1])]
     shared, telling = len(both), int((both % 2).sum())
     # Rows of few digits may be equal by chance, but not so many of them if nearly all rows of a set differ.
     if telling < max(_FEWEST_SHARED, _SHARED * len(two)) and shared < max(_FEWEST_SHARED, _CHANCE * len(two)):

@@ -90,6 +90,12 @@ def test_sets_with_rows_in_common():
     assert pair_problems(*one, *few) == []
     # A tree gives few distinct rows, so two sets may have the same rows without common samples.
     assert pair_problems(Z[:500].sign(), Y[:500], Z[500:].sign(), Y[500:]) == []
+    # Copies of rows, of which each set has many, are in both parts of a random split.
+    order = torch.arange(1000) % 700
+    order = order[torch.randperm(1000, generator=torch.Generator().manual_seed(0))]
+    halves = Z[order[:500]], Y[order[:500]], Z[order[500:]], Y[order[500:]]
+    shared = int(torch.isin(order[500:], order[:500]).sum())
+    assert pair_problems(*halves)[0].startswith(f"{shared} of the 500 test rows are also validation rows")
     assert pair_problems(*one, Z[:500, :3], Y[:500]) == pair_problems(*one, Z[:0], Y[:0]) == []
 
 
