@@ -18,8 +18,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "apply",
         help="write the calibrated probabilities of rows without labels",
-        description="Applies a calibrator that focalkern calibrate --out saved. It needs no labels and ignores "
-        "labels in the file. It reads .npy, .safetensors and .zarr, and writes .npy, a few rows at a time.",
+        description="Applies a calibrator that focalkern calibrate --out saved. It needs no labels\n"
+        "and ignores labels in the file. It reads .npy, .safetensors and .zarr, and\n"
+        "writes .npy, a few rows at a time.",
         epilog="examples:\n"
         "  focalkern apply calibrator.json new_logits.npy --out new_probs.npy\n"
         "  focalkern apply calibrator.json 'new_logits-*.npy' --out new_probs.npy\n"

@@ -42,29 +42,42 @@ __all__ = ["add_parser"]
 
 _EPILOG = f"""\
 The validation set chooses the calibrator, the test set measures it:
-  VAL holds val_* and test_*   these two sets
-  --test TEST                  validation: val_* or the only set of VAL; test: test_* or the only set of TEST
-  --split F                    validation: a random share F of the only set of VAL; test: the other rows
-  none of these                one set for both; the verdict then begins with "Optimistic"
+  VAL holds val_* and test_*
+      these two sets
+  --test TEST
+      validation: val_* or the only set of VAL
+      test: test_* or the only set of TEST
+  --split F
+      validation: a random share F of the only set of VAL
+      test: the other rows
+  none of these
+      one set for both; the verdict then begins with "Optimistic"
 
 {FORMATS_HELP}
-Data larger than memory: the command reads files a few rows at a time, in several passes, if they match a pattern
-(val_logits-*.npy), with --stream or --state, in several processes, and above an eighth of the memory. Memory then does
-not grow with the number of rows (except for --split). The search is in float32; the choice among the lowest ECEs and
-all metrics are in float64. Above 524,288 rows the equal-mass ECE is approximate; a note states the error bound.
-  torchrun --nproc-per-node 2 -m focalkern calibrate ...   shares the rows between processes, on one machine or more
+Data larger than memory:
+  The command reads files a few rows at a time, in several passes, if they
+  match a pattern (val_logits-*.npy), with --stream or --state, in several
+  processes, and above an eighth of the memory. Memory then does not grow with
+  the number of rows (except for --split). The search is in float32; the
+  choice among the lowest ECEs and all metrics are in float64. Above 524,288
+  rows the equal-mass ECE is approximate; a note states the error bound.
+  torchrun shares the rows between processes, on one machine or more:
+    torchrun --nproc-per-node 2 -m focalkern calibrate ...
 
-Output: the verdict in three lines, a table and notes on stdout. With --json stdout has one JSON object, in which
-infinite metrics are null, and stderr has verdict and notes. The exit code is 0; after an error it is 2, with one line
-on stderr.
+Output:
+  The verdict in three lines, a table and notes on stdout. With --json stdout
+  has one JSON object, in which infinite metrics are null, and stderr has
+  verdict and notes. The exit code is 0; after an error it is 2, with one line
+  on stderr.
 
 examples:
   focalkern calibrate logits.npz --out calibrator.json --report report/
   focalkern calibrate val_logits.npy --test test_logits.npy --criterion brier
-  focalkern calibrate logits.npz --method focal-temperature --criterion ece --out papers.json
-  focalkern calibrate logits.npz --search refine --binning equal_mass --n-bins 5 --out calibrator.json
-  focalkern calibrate 'val_logits-*.npy' --test 'test_logits-*.npy' --state calibrate.state
-  focalkern calibrate probs.csv --input-kind probs --split 0.5 --gammas 0 paper --temperatures 0.5:3:0.05
+  focalkern calibrate logits.npz --method focal-temperature --criterion ece
+  focalkern calibrate logits.npz --search refine --binning equal_mass
+  focalkern calibrate 'val-*.npy' --test 'test-*.npy' --state calibrate.state
+  focalkern calibrate probs.csv --input-kind probs --split 0.5 \\
+      --gammas 0 paper --temperatures 0.5:3:0.05
 """
 
 
@@ -72,9 +85,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="choose a calibrator, measure it, and save it",
-        description="Compares no calibration, temperature scaling and spline scaling (scalar, vector, matrix) by\n"
-        "cross-validation on validation rows, recommends one, and prints the metrics of all of them and of\n"
-        "focal temperature scaling on test rows.",
+        description="Compares no calibration, temperature scaling and spline scaling (scalar,\n"
+        "vector, matrix) by cross-validation on validation rows, recommends one, and\n"
+        "prints the metrics of all of them and of focal temperature scaling on test\n"
+        "rows.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,10 +112,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--method",
+        metavar="METHOD",
         choices=("auto", "focal-temperature", "temperature", "histogram"),
         help="the calibrator that --out saves. auto (default): the candidate with the lowest cross-validated loss, "
-        "or a simpler one if the losses are close. focal-temperature: the default with --search or --binning. "
-        "histogram: bins the confidence of the top class",
+        "or a simpler one if the losses are close. temperature: T alone. focal-temperature: gamma and T, the default "
+        "with --search or --binning. histogram: bins the confidence of the top class",
     )
     parser.add_argument(
         "--candidates",

@@ -16,8 +16,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "card",
         help="write a card for a saved calibrator: data, date, metrics, uses",
-        description="Writes a card in Markdown for a calibrator that focalkern calibrate has saved: method, date, "
-        "data, metrics with intervals, intended uses and limits.",
+        description="Writes a card in Markdown for a calibrator that focalkern calibrate has saved:\n"
+        "method, date, data, metrics with intervals, intended uses and limits.",
         epilog="example:\n  focalkern card calibrator.json --out card.md\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

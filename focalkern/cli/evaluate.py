@@ -21,8 +21,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="print the metrics of logits, before and after a saved calibrator",
-        description="Prints accuracy, NLL, Brier score and calibration errors of every set in a file, before and (with "
-        "--calibrator) after calibration.",
+        description="Prints accuracy, NLL, Brier score and calibration errors of every set in a\n"
+        "file, before and (with --calibrator) after calibration.",
         epilog=FORMATS_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -36,12 +36,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "sweep",
         help="compare the calibrators on many networks",
-        description="Runs calibrate for every file and prints a table of networks by methods: test NLL and ECE, "
-        "means, mean ranks, and how many networks have a lower value than without calibration and than with "
-        "temperature scaling.",
-        epilog="columns: auto, the choice of the cross-validation; none, no calibration; temperature and focal, the "
-        "two scalings by the criterion; with --all and ECE, the lowest ECE of the paper's grid.\n\nexample:\n  "
-        "focalkern sweep networks/*.npz --report sweep --jobs 2\n",
+        description="Runs calibrate for every file and prints a table of networks by methods: test\n"
+        "NLL and ECE, means, mean ranks, and how many networks have a lower value than\n"
+        "without calibration and than with temperature scaling.",
+        epilog="columns:\n"
+        "  auto                the choice of the cross-validation\n"
+        "  none                no calibration\n"
+        "  temperature, focal  the two scalings by the criterion\n"
+        "  ... ECE             with --all: the lowest ECE of the paper's grid\n\n"
+        "example:\n"
+        "  focalkern sweep networks/*.npz --report sweep --jobs 2\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

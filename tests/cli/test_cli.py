@@ -244,6 +244,14 @@ def test_help_names_every_command_and_format(run):
         assert words in out
 
 
+@pytest.mark.parametrize("command", ["", "calibrate", "evaluate", "apply", "card", "sweep", "demo", "info"])
+def test_help_fits_into_80_columns(run, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(*command.split(), "--help")
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 79] == []
+
+
 def test_without_a_command_there_is_help_and_the_version_is_told(run):
     code, out, err = run()
     assert (code, err) == (0, "")
