@@ -78,7 +78,8 @@ def _name_of_partial(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it first", os.fspath(path))
     if final.exists() and not os.access(final, os.W_OK):  # the file is read-only; its folder would permit to replace it
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
-    return final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
+    # Of a long name only the beginning: names have at most 255 bytes, and a character up to 4.
+    return final.with_name(f".{final.name[:50]}.{uuid.uuid4().hex}.part")
 
 
 def _to_disk(stream: BinaryIO) -> None:

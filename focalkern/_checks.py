@@ -18,6 +18,7 @@ __all__ = [
     "MOST_RESAMPLES",
     "ONE_HOT",
     "TO_FLOAT",
+    "TO_INT",
     "count_rows",
     "counted",
     "dense",
@@ -52,6 +53,9 @@ MOST_RESAMPLES = 1_000_000
 
 # The remedy for integers in place of logits or probabilities.
 TO_FLOAT = "; convert them with .float(), in NumPy with .astype('float32')"
+
+# And for labels that are no integers.
+TO_INT = "; convert them with .long(), in NumPy with .astype('int64')"
 
 
 def short(value: object) -> str:

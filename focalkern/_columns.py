@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from focalkern._checks import short
 from focalkern._types import InputKind
 
 __all__ = [
@@ -102,7 +103,9 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
     found = [names[place] for place in places]
     twice = sorted({name for name in found if found.count(name) > 1})
     if twice:
-        raise ColumnsError(f"expected every column once, found several called {_listed(twice)}")
+        raise ColumnsError(
+            f"expected every column once, found several called {_listed(twice)}", "rename or delete all but one"
+        )
     groups: dict[str, list[int]] = {}
     for place in places:
         match = _NUMBERED.fullmatch(names[place].strip())
@@ -183,5 +186,5 @@ def _in_order(names: Sequence[str], prefix: str, group: list[int]) -> ClassColum
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) if name.strip() else f"{name!r} (no name)" for name in names[:8])
+    shown = ", ".join(short(name) if name.strip() else f"{name!r} (no name)" for name in names[:8])
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"

@@ -28,12 +28,13 @@ def next_commands(arguments: argparse.Namespace) -> list[str]:
         return [shlex.join(["focalkern", *_without_secrets(arguments.words), "--out", "calibrator.json"])]
     given = arguments.input if arguments.test is None else arguments.test
     names = list(given.names) if isinstance(given, NamedFiles) else [given]
-    words = ["focalkern", "apply", str(saved), *(names if len(names) <= _MOST_NAMES else ["FILE"])]
+    name = f"./{saved}" if str(saved).startswith("-") else str(saved)  # argparse would read it as an option
+    words = ["focalkern", "apply", name, *(names if len(names) <= _MOST_NAMES else ["FILE"])]
     in_table = suffix_of(names[0]) in (".csv", ".parquet", ".feather")
     for option in ("input_kind", "logits_key", *(("labels_key",) if in_table else ())):
         if getattr(arguments, option) is not None:
             words += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
-    return [shlex.join([*words, "--out", "probs.npz"]), shlex.join(["focalkern", "card", str(saved)])]
+    return [shlex.join([*words, "--out", "probs.npz"]), shlex.join(["focalkern", "card", name])]
 
 
 def _without_secrets(words: list[str]) -> list[str]:

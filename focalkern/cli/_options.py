@@ -28,6 +28,7 @@ __all__ = [
     "in_options",
     "locate",
     "not_negative",
+    "path_of",
     "same_file",
     "seconds",
     "seed",
@@ -123,8 +124,25 @@ def locate(arguments: argparse.Namespace, *names: str) -> None:
         setattr(arguments, name, None if path is None else located(path, arguments.storage_options))
 
 
+def path_of(text: str) -> Path:
+    """The type of an option for a file or folder. An empty text, as of a shell variable that is not set, is refused,
+    because ``Path("")`` is the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a name, found an empty text")
+    return Path(text)
+
+
+def _check_name(path: Path, option: str) -> None:
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"{path}: expected a shorter name for {option}, found one that is too long") from None
+
+
 def check_out(path: Path, option: str) -> None:
     """Raises InputError unless the file can be written; called before anything is computed."""
+    _check_name(path, option)
     if os.path.isdir(path):
         raise InputError(f"{path}: expected a file for {option}, found a folder")
     folder = os.path.dirname(os.path.realpath(path))
@@ -139,6 +157,7 @@ def check_out(path: Path, option: str) -> None:
 
 def check_out_folder(path: Path, option: str) -> None:
     """Raises InputError unless files can be written into the folder, which may not exist yet."""
+    _check_name(path, option)
     if os.path.exists(path) and not os.path.isdir(path):
         raise InputError(f"{path}: expected a folder for {option}, found a file")
     folder = os.path.realpath(path)

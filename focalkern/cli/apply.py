@@ -1,12 +1,11 @@
 """``focalkern apply``: calibrated probabilities for rows without labels."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from focalkern._checks import count_rows
 from focalkern._types import INPUT_KINDS
-from focalkern.cli._options import OneOrMany, add_storage_options, check_out, locate, same_file
+from focalkern.cli._options import OneOrMany, add_storage_options, check_out, locate, path_of, same_file
 from focalkern.files import InputError
 from focalkern.files.paths import files_of
 from focalkern.study.apply import OUTPUTS, apply_calibrator
@@ -39,7 +38,7 @@ def add_parser(commands: Any) -> None:
     add_storage_options(parser)
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         required=True,
         help=f"{', '.join(OUTPUTS)}; an existing file is replaced only when the new one is complete",

@@ -25,6 +25,7 @@ from focalkern.cli._options import (
     gammas_of,
     locate,
     not_negative,
+    path_of,
     seconds,
     seed,
     share,
@@ -186,13 +187,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_of,
         metavar="FILE.json",
         help="save the calibrator; an existing file is replaced only when the new one is complete",
     )
     parser.add_argument(
         "--report",
-        type=Path,
+        type=path_of,
         metavar="DIR",
         help="write report.html (a single file that works offline), its diagrams and maps, table.csv and report.json",
     )
@@ -205,7 +206,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--stream", action="store_true", help="read a few rows at a time, even if they fit into memory")
     parser.add_argument(
         "--state",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         help="save the search's progress, also on Ctrl-C; the same command then continues (implies --stream)",
     )

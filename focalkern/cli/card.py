@@ -1,11 +1,10 @@
 """``focalkern card``: a card for a saved calibrator."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from focalkern._atomic import write_atomically
-from focalkern.cli._options import check_out, same_file
+from focalkern.cli._options import check_out, path_of, same_file
 from focalkern.files import InputError
 from focalkern.study import calibrator_card
 
@@ -23,7 +22,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("calibrator", metavar="CALIBRATOR", help="the .json file that calibrate has saved")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.md", help="write the card into this file; without it, print the card"
+        "--out", type=path_of, metavar="FILE.md", help="write the card into this file; without it, print the card"
     )
     parser.set_defaults(run=_run)
 

@@ -15,7 +15,7 @@ from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS
 from focalkern.cli._demo_data import LOSSES, demo_rows
 from focalkern.cli._notes import print_wrapped
-from focalkern.cli._options import check_out_folder
+from focalkern.cli._options import check_out_folder, path_of
 from focalkern.cli._options import seed as seed_of
 from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path_of,
         default=Path("demo-report"),
         metavar="DIR",
         help="folder for the results (default ./demo-report)",

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 from focalkern._progress import ProgressBar
@@ -20,6 +19,7 @@ from focalkern.cli._options import (
     at_least_one,
     check_out_folder,
     in_options,
+    path_of,
     seed,
 )
 from focalkern.files import InputError
@@ -29,6 +29,7 @@ from focalkern.study.sweep import SCORES, Sweep, run_sweep, sweep_settings
 __all__ = ["add_parser"]
 
 _ENDS = 10  # number of networks shown from each end, if more than twice as many exist
+_WIDEST = 60  # characters of a network's name in one line of the table
 _LINES = 100  # largest number of networks with one progress line each
 
 
@@ -58,7 +59,7 @@ def add_parser(commands: Any) -> None:
     add_storage_options(parser)
     parser.add_argument(
         "--report",
-        type=Path,
+        type=path_of,
         metavar="DIR",
         help="write sweep.html, sweep.csv and sweep.json. Each network is saved when it is done, so the same command "
         "continues after an interruption",
@@ -123,9 +124,12 @@ def _run(arguments: argparse.Namespace) -> int:
             blank = [""] * len(rows[0])
             body = [row for part in parts for row in (*(rows[place] for place in part), blank)]
             body += rows[len(result.networks) :]
-            columns = ("left", *["right"] * len(heads))
+            columns = {
+                "colalign": ("left", *["right"] * len(heads)),
+                "maxcolwidths": [_WIDEST, *[None] * len(heads)],
+            }
             print(f"{heading}, test rows\n")
-            print(tabulate(body, headers=["", *heads], tablefmt="simple", disable_numparse=True, colalign=columns))
+            print(tabulate(body, headers=["", *heads], tablefmt="simple", disable_numparse=True, **columns))
             print()
     for network in (result.networks[place] for part in parts for place in part):
         infinite = math.isinf(result.value(network, "auto", "nll")) and arguments.criterion == "nll"

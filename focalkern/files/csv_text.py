@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from focalkern._checks import parsed_float
+from focalkern._checks import parsed_float, short
 from focalkern.files.paths import open_file
 from focalkern.files.samples import InputError
 
@@ -101,8 +101,8 @@ def _no_number(text: TextTable, line: int, row: list[str], numbers: Sequence[int
             parsed_float(row[place])
         except ValueError:
             break
-    found = repr(row[place]) if row[place].strip() else "an empty cell"
-    where = f"{text.source}: line {line}, column {text.names[place]!r}"
+    found = short(row[place]) if row[place].strip() else "an empty cell"
+    where = f"{text.source}: line {line}, column {short(text.names[place])}"
     return InputError(f"{where}: expected a number such as 0.25, found {found}")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._checks import TO_FLOAT, label, one_of, parsed_float, path_text, short
+from focalkern._checks import TO_FLOAT, TO_INT, label, one_of, parsed_float, path_text, short
 from focalkern._diagnostics import likely_sum, may_be_logits, remedy_for_sum
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.pixels import class_misfit, label_misfit, place_of_counted, rows_that_count
@@ -235,7 +235,8 @@ def checked_set(
     if target.is_floating_point() and bool((target == target.floor()).all()) and bool((target.abs() < 2**53).all()):
         target = target.to(torch.int64)
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise InputError(f"{source}: {label_name}: expected integer class numbers, found {_dtype(target)}")
+        remedy = TO_INT if target.dtype == torch.bool else ""
+        raise InputError(f"{source}: {label_name}: expected integer class numbers, found {_dtype(target)}{remedy}")
     misfit = label_misfit(input.shape, target.shape, f"{input_name} {list(input.shape)}")
     if misfit:
         raise InputError(f"{source}: {label_name}: {misfit}")
@@ -310,7 +311,7 @@ def _named_labels(
     if names is None:
         names = sorted(set(text))
         if len(names) != n_classes:
-            shown = ", ".join(repr(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
+            shown = ", ".join(short(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
             raise InputError(
                 f"{source}: {label_name}: expected class numbers, or the names of all {n_classes} classes, found "
                 f"{len(names)}: {shown}"
@@ -320,7 +321,7 @@ def _named_labels(
         if word not in place:
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise InputError(
-                f"{source}: {label_name}: expected one of the columns {shown}, found {word!r} in row {row}"
+                f"{source}: {label_name}: expected one of the columns {shown}, found {short(word)} in row {row}"
             )
     return np.array([place[word] for word in text], dtype=np.int64)
 

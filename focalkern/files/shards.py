@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import flat_rows
-from focalkern._checks import TO_FLOAT, path_text
+from focalkern._checks import TO_FLOAT, TO_INT, path_text
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ArrayRows, find_sets, kind_of_file
 from focalkern.files.parts import BY_NAME, open_npy
@@ -275,7 +275,7 @@ def _shard(
     if misfit:
         raise InputError(f"{label_where}: {misfit}")
     if labels.numbers != "integer":
-        raise InputError(f"{label_where}: expected integer class numbers, found {labels.dtype}")
+        raise InputError(f"{label_where}: expected integer class numbers, found {labels.dtype}{TO_INT}")
     if len(input.shape) == 2 and ignore_index is None:
         return Shard(input, labels, kind)
     rows = PixelRows(input.shape, input.rows, labels.rows, ignore_index)

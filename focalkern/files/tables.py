@@ -191,7 +191,9 @@ def read_unlabelled(
 
 
 def _check_header(source: str, names: Sequence[str]) -> None:
-    """Raises if the names of the columns are a row of numbers. Names such as 0 and 1.0 are numbers of classes."""
+    """Raises if there are no names, or a row of numbers. Names such as 0 and 1.0 are numbers of classes."""
+    if not names:
+        raise InputError(f"{source}: expected a header line with the names of the columns, found an empty file")
     try:
         is_row = not all(parsed_float(name).is_integer() for name in names)
     except ValueError:
@@ -279,14 +281,14 @@ class _Table:
         places = [place for place, name in enumerate(names) if _is_label(name, labels_key)]
         if len(places) != 1:
             called = labels_key if labels_key is not None else "label, labels or target"
-            shown = (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "an empty file"
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             of_others = len(names) == 1 and any(separator in names[0] for separator in ";\t|")
             remedy = "; the separator must be a comma" if of_others else ""
             raise InputError(
                 source,
                 f"a header line with one column called {called}",
                 f"{'several' if places else 'none'} in: {shown}{remedy}",
-                hint=Hint("labels_key", "NAME") if names and not of_others else (),
+                hint=() if of_others else Hint("labels_key", "NAME"),
             )
         self.label_place = places[0]
         self.label_name = names[self.label_place]

@@ -321,3 +321,27 @@ def test_only_the_command_knows_its_options():
         if path.parent.name != "cli":
             text = path.read_text()
             assert [option for option in options if re.search(rf"{option}(?![a-z-])", text)] == [], path
+
+
+def test_the_longest_name_of_a_file_can_be_written(run, single, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "ü" * 125 + ".json"  # 255 bytes
+    code, _, err = run("calibrate", single, "--bootstrap", "0", "--gammas", "0", "--out", name)
+    assert (code, err) == (0, "")
+    assert (tmp_path / name).is_file()
+
+
+def test_a_name_that_begins_with_a_dash_is_no_option_in_the_next_commands(run, single, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("calibrate", single, "--bootstrap", "0", "--gammas", "0", "--out=-c.json")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("  focalkern card")]
+    assert run(*line.split()[1:])[0] == 0
+
+
+def test_a_long_name_of_a_network_does_not_widen_the_table(run, single, tmp_path):
+    path = single.rename(tmp_path / f"{'n' * 200}.npz")
+    code, out, _ = run("sweep", path, "--jobs", "1")
+    assert code == 0
+    table = out.partition("mean rank")[0].splitlines()
+    assert max(map(len, table)) <= 110

@@ -127,6 +127,20 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--out", "no/such/folder/a.json"), "expected a file in an existing folder"),
         (("calibrate", "SINGLE", "--out", "."), "expected a file for --out, found a folder"),
         (("calibrate", "SINGLE", "--report", "SINGLE"), "expected a folder for --report, found a file"),
+        *(
+            ((*command, "SINGLE", option, ""), f"argument {option}: expected a name, found an empty text")
+            for *command, option in (
+                ("calibrate", "--out"),
+                ("calibrate", "--report"),
+                ("calibrate", "--state"),
+                ("apply", "calibrator.json", "--out"),
+                ("card", "--out"),
+                ("sweep", "--report"),
+            )
+        ),
+        (("calibrate", "SINGLE", "--out", "x" * 300), "expected a shorter name for --out, found one that is too long"),
+        (("calibrate", "SINGLE", "--report", "x" * 300), "expected a shorter name for --report"),
+        (("sweep", "SINGLE", "--report", "x" * 300), "expected a shorter name for --report"),
         (
             ("evaluate", "SINGLE", "--calibrator", "missing.json"),
             "which save or focalkern calibrate wrote, found nothing there",
