@@ -16,7 +16,7 @@ Z, LABELS = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
 DENSE, SCORES = torch.rand(6, 3), torch.rand(6)
 X, HEAD = torch.randn(6, 4), torch.randn(3, 4)
 SIGMOID = (fk.sigmoid_focal_loss, fk.asymmetric_loss, fk.varifocal_loss, fk.matchability_loss, fk.ia_bce_loss)
-ROWS = (fk.focal_loss, fk.poly_focal_loss, fk.DualFocalLoss(), fk.BrierLoss(), fk.MMCELoss(), fk.DFTLoss())
+ROWS = (fk.focal_loss, fk.poly_focal_loss, fk.DualFocalLoss(), fk.BrierLoss(), fk.MMCELoss())
 MAPS = (
     fk.focal_calibration_map,
     fk.binary_focal_calibration_map,
