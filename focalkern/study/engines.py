@@ -1,6 +1,7 @@
 """Tasks on any ``concurrent.futures.Executor``: results in order of completion, retries of lost tasks, Ctrl-C."""
 
 import contextlib
+import errno
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -123,17 +124,26 @@ class LocalPool(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         with _without_ctrl_c():  # this call may start a worker, which inherits the signal mask
             try:
-                return self._pool.submit(fn, *args, **kwargs)
+                return self._submitted(fn, *args, **kwargs)
             except BrokenProcessPool:
                 self._pool.shutdown(wait=False)
                 self._pool = self._new()
             except RuntimeError:  # this process is a worker that imports the script
                 raise OSError(_NO_START) from None
             try:
-                self._pool.submit(int).result()
+                self._submitted(int).result()
+                return self._submitted(fn, *args, **kwargs)
             except BrokenProcessPool:
                 raise OSError(_NO_START) from None
+
+    def _submitted(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        try:
             return self._pool.submit(fn, *args, **kwargs)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            # A worker has died during the call, and the pool has closed its pipe.
+            raise BrokenProcessPool(str(error)) from None
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._pool.shutdown(wait, cancel_futures=cancel_futures)

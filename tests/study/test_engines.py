@@ -1,5 +1,6 @@
 """A sweep on executors: bitwise equal results on all of them, workers that die, files that kill their worker."""
 
+import errno
 import os
 import pickle
 import signal
@@ -223,6 +224,24 @@ def test_ctrl_c_keeps_what_is_finished_and_cancels_the_rest(files, tmp_path, exp
         fk.sweep(files, folder=tmp_path / "report", executor=executor)
     assert sorted(written) == ["0.json", "1.json"] and executor.left[0].cancelled()
     check(fk.sweep(files, folder=tmp_path / "report"), files, expected, written)
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOMEM])
+def test_a_pool_that_closes_its_pipe_during_a_call_is_replaced(monkeypatch, number):
+    real, errors = ProcessPoolExecutor.submit, [OSError(number, "once")]
+
+    def submit(self, *arguments, **options):
+        if errors:
+            raise errors.pop()
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
+    with engines.LocalPool(1) as pool:
+        if number == errno.EBADF:
+            assert pool.submit(int, 7).result() == 7
+        else:
+            with pytest.raises(OSError, match="once"):
+                pool.submit(int, 7)
 
 
 def test_workers_that_never_start_end_the_sweep(files, tmp_path):
