@@ -17,10 +17,12 @@ __all__ = [
     "MOST_BINS",
     "MOST_RESAMPLES",
     "ONE_HOT",
-    "TO_FLOAT",
+    "SOFT_ONE_HOT",
     "TO_INT",
+    "check_floating",
     "count_rows",
     "counted",
+    "cut",
     "dense",
     "finite",
     "flag",
@@ -29,8 +31,11 @@ __all__ = [
     "is_number",
     "label",
     "label_range",
+    "labels_expected",
     "labels_to_check",
     "may_wait_for",
+    "no_float8",
+    "not_floating",
     "number",
     "one_of",
     "parsed_float",
@@ -51,10 +56,7 @@ MOST_BINS = 1 << 24
 MOST_RESAMPLES = 1_000_000
 
 
-# The remedy for integers in place of logits or probabilities.
-TO_FLOAT = "; convert them with .float(), in NumPy with .astype('float32')"
-
-# And for labels that are no integers.
+# The remedy for labels that are no integers.
 TO_INT = "; convert them with .long(), in NumPy with .astype('int64')"
 
 
@@ -71,7 +73,19 @@ def short(value: object) -> str:
         text = " ".join(repr(value).split())
     except Exception:  # a number of too many digits, or anything that a class does in its __repr__
         return f"a value of type {type(value).__name__}"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """The text, or the beginning of a long one."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def not_floating(dtype: object) -> str:
+    """A dtype that is not floating point, as an error about logits or probabilities prints it, with the remedy."""
+    if "complex" in str(dtype):
+        return f"{dtype}; complex numbers are not supported"
+    return f"{dtype}; convert them with .float(), in NumPy with .astype('float32')"
 
 
 def is_number(value: object) -> bool:
@@ -238,6 +252,7 @@ ONE_LOGIT = "for one logit per sample use SigmoidFocalLoss (sigmoid_focal_loss) 
 
 
 ONE_HOT = "for one-hot rows pass target.argmax(1)"
+SOFT_ONE_HOT = "one-hot rows are class probabilities: target.to(torch.float32)"
 
 
 def target_misfit(
@@ -259,11 +274,30 @@ def target_misfit(
     elif found == [*expected, 1]:
         remedy = ONE_LOGIT if shape[1] == 1 else "target.squeeze(-1)"
     elif found == shape:
-        remedy = ONE_HOT if labels_only else "one-hot rows are class probabilities: target.to(torch.float32)"
+        remedy = ONE_HOT if labels_only else SOFT_ONE_HOT
     return ValueError(f"{op}: target must be {what}, got {found}{remedy and '; '}{remedy}")
 
 
-def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
+def check_floating(op: str, name: str, value: Tensor) -> None:
+    """Raises unless the tensor has a dtype of logits and parameters."""
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+
+
+def no_float8(op: str, name: str, value: object) -> None:
+    """Raises for a floating-point tensor without arithmetic in torch. A compiled graph would check the names that are
+    read here before each call, so it leaves them to the operator."""
+    if isinstance(value, Tensor) and not torch.compiler.is_compiling() and value.is_floating_point():
+        check_floating(op, name, value)
+
+
+def labels_expected(op: str, input: Tensor, target: Tensor) -> TypeError:
+    """The error of a floating-point target for a loss that takes labels only, with the remedy."""
+    remedy = f"; {ONE_HOT}" if dense(op, "target", target).dim() > 1 and target.shape == input.shape else TO_INT
+    return TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}{remedy}")
+
+
+def reworded(op: str, error: Exception, labels_only: bool = False, /, **arguments: Any) -> Exception:
     """Turns an error of torch or of the compiled module that names no argument into one that names it.
 
     It is called only after an error, so that calls without errors do not pay for these checks.
@@ -271,7 +305,7 @@ def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
     if isinstance(error, ValueError | IndexError) and f"{op}: target must be" in str(error):
         input, target = arguments["input"], arguments["target"]
         if isinstance(error, ValueError):
-            return target_misfit(op, input, target) or error
+            return target_misfit(op, input, target, labels_only=labels_only) or error
         classes = input.shape[min(input.dim() - 1, 1)]
         labels = values_of(target)
         remedy = f"; {ONE_LOGIT}" if classes == 1 else from_one(labels, classes, -100) if labels is not None else ""
@@ -282,10 +316,9 @@ def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
         if isinstance(value, Tensor):
             try:
                 dense(op, name, value)
+                no_float8(op, name, value)
             except TypeError as refused:
                 return refused
-            if value.is_floating_point() and value.dtype not in FLOATS:
-                return TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
             if value.is_complex():
                 return TypeError(f"{op}: {name} must be real, got {value.dtype}")
     return error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
-from focalkern._checks import ONE_HOT, TO_FLOAT, count_rows, label, label_range, parsed_float, short
+from focalkern._checks import ONE_HOT, count_rows, label, label_range, not_floating, parsed_float, short
 from focalkern._columns import ClassColumns, other_order
 from focalkern._diagnostics import may_be_logits, remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
@@ -169,7 +169,7 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
 
 def as_floating(name: str, input: Tensor) -> Tensor:
     if not input.is_floating_point():
-        raise TypeError(f"{name}: logits must be floating point, got {input.dtype}{TO_FLOAT}")
+        raise TypeError(f"{name}: logits must be floating point, got {not_floating(input.dtype)}")
     return input
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import TO_FLOAT
+from focalkern._checks import not_floating
 from focalkern._diagnostics import one_logit_problems
 from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator
@@ -314,7 +314,7 @@ class MultiLabelScaling(Calibrator):
 
     def _check_labels(self, input: Tensor) -> None:
         if not input.is_floating_point():
-            raise TypeError(f"{type(self).__name__}: logits must be floating point, got {input.dtype}{TO_FLOAT}")
+            raise TypeError(f"{type(self).__name__}: logits must be floating point, got {not_floating(input.dtype)}")
 
     def _check_values(self, input: Tensor, known: Tensor | None = None) -> None:
         """Raise for the first invalid probability or logit: the rule of :func:`check_values` for labels."""

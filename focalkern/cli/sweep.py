@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
+from focalkern._checks import counted
 from focalkern._progress import ProgressBar
 from focalkern._types import INPUT_KINDS, PROPER
 from focalkern.cli._engines import engine
@@ -110,6 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
             done=progress,
             words=in_options,
         )
+    if not result.networks:
+        print(f"No network could be compared: {len(result.failed)} of {counted(len(names), 'file')} failed.")
     parts = _best_and_worst(result)
     if len(parts) > 1:
         where = "sweep.csv has all" if arguments.report is not None else "--report DIR writes all"

@@ -3,21 +3,17 @@
 import torch
 from torch import Tensor
 
+from focalkern._checks import check_floating as check_floating
 from focalkern._checks import may_wait_for
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern._tracing import has_values
-from focalkern._types import FLOATS, HALVES, REDUCTIONS
+from focalkern._types import HALVES, REDUCTIONS
 
 
 def check_dense(op: str, tensor: Tensor, name: str = "input") -> None:
     if tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.").replace("_", " ").title().replace(" ", "")
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {layout}")
-
-
-def check_floating(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
 
 
 def check_same_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:

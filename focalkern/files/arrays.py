@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import cut
 from focalkern._columns import kind_from_name
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.paths import open_file
@@ -215,7 +216,7 @@ def _listing(arrays: Mapping[str, Any]) -> str:
     if not arrays:
         return "nothing"
     shown = [
-        f"{key} {list(value.shape)}" if hasattr(value, "shape") else f"{key} ({type(value).__name__})"
+        f"{cut(key)} {list(value.shape)}" if hasattr(value, "shape") else f"{cut(key)} ({type(value).__name__})"
         for key, value in list(arrays.items())[:8]
     ]
     return ", ".join(shown) + (f" and {len(arrays) - 8} more" if len(arrays) > 8 else "")

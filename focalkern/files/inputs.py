@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import flat_rows
-from focalkern._checks import TO_FLOAT
+from focalkern._checks import not_floating
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, kind_of_file, rows_of_tensor
 from focalkern.files.parts import BY_NAME, open_npy
@@ -174,7 +174,7 @@ def _kind_in(stem: str) -> InputKind | None:
 def _part(input: ArrayRows, kind: InputKind, key: str) -> Shard:
     """The rows of one array; errors call it ``key``."""
     if input.numbers != "float":
-        raise InputError(f"{input.source}: {key}: expected floating point, found {input.dtype}{TO_FLOAT}")
+        raise InputError(f"{input.source}: {key}: expected floating point, found {not_floating(input.dtype)}")
     if len(input.shape) < 2 or input.shape[1] < 2 or 0 in input.shape[2:]:
         raise InputError(f"{input.source}: {key}: {class_misfit(input.shape)}")
     if len(input.shape) == 2:

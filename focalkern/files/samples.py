@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._checks import TO_FLOAT, TO_INT, label, one_of, parsed_float, path_text, short
+from focalkern._checks import TO_INT, label, not_floating, one_of, parsed_float, path_text, short
 from focalkern._diagnostics import likely_sum, may_be_logits, remedy_for_sum
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.pixels import class_misfit, label_misfit, place_of_counted, rows_that_count
@@ -229,7 +229,7 @@ def checked_set(
         labels = label_numbers(source, label_name, np.asarray(labels), n_classes)
     target = as_tensor(source, label_name, labels)
     if not input.is_floating_point():
-        raise InputError(f"{source}: {input_name}: expected floating point, found {_dtype(input)}{TO_FLOAT}")
+        raise InputError(f"{source}: {input_name}: expected floating point, found {not_floating(_dtype(input))}")
     if input.dim() < 2 or input.shape[1] < 2:
         raise InputError(f"{source}: {input_name}: {class_misfit(input.shape)}")
     if target.is_floating_point() and bool((target == target.floor()).all()) and bool((target.abs() < 2**53).all()):
@@ -392,7 +392,7 @@ def as_tensor(source: str, name: str, values: Any) -> Tensor:
         # torch supports only the machine's byte order.
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable))
     except TypeError as error:
-        found = f"{np.asarray(values).dtype}{TO_FLOAT}"
+        found = not_floating(np.asarray(values).dtype)
         raise InputError(f"{source}: {name}: expected an array of numbers, found {found}") from error
 
 

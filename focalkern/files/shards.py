@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import flat_rows
-from focalkern._checks import TO_FLOAT, TO_INT, path_text
+from focalkern._checks import TO_INT, not_floating, path_text
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ArrayRows, find_sets, kind_of_file
 from focalkern.files.parts import BY_NAME, open_npy
@@ -268,7 +268,7 @@ def _shard(
 ) -> Shard:
     """The shard of two arrays, which errors call ``where`` and ``label_where``."""
     if input.numbers != "float":
-        raise InputError(f"{where}: expected floating point, found {input.dtype}{TO_FLOAT}")
+        raise InputError(f"{where}: expected floating point, found {not_floating(input.dtype)}")
     if len(input.shape) < 2 or input.shape[1] < 2:
         raise InputError(f"{where}: {class_misfit(input.shape, kind)}")
     misfit = label_misfit(input.shape, labels.shape, f"{list(input.shape)} in {where}", f"{labels.name} ")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import MOST_BINS, flag, integer, short
+from focalkern._checks import MOST_BINS, flag, integer, labels_expected, short
 from focalkern._types import STEEPEST_INVERSE_GAMMA, Reduction, compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.losses._adafocal_state import AdaFocalRecord, packed, unpacked
@@ -303,7 +303,7 @@ class AdaFocalLoss(FocalFamily):
         op = f"AdaFocalLoss.{method}"
         class_dim = check_pair(op, logits, target, input_name="logits")
         if target.is_floating_point():
-            raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
+            raise labels_expected(op, logits, target)
         check_range(op, target, logits.shape[class_dim], self.ignore_index)
         z = logits.detach().to(compute_dtype(logits.dtype)).movedim(class_dim, -1)
         valid = target.long() != self.ignore_index

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from focalkern._checks import (
     ONE_LOGIT,
+    check_floating,
     dense,
     label,
     label_range,
@@ -48,8 +49,7 @@ class Loss(nn.Module):
             if not isinstance(weight, Tensor):
                 raise TypeError(f"{self._name}: weight must be a tensor, got {type(weight).__name__}")
             dense(self._name, "weight", weight)
-            if weight.dtype not in FLOATS:
-                raise TypeError(f"{self._name}: weight must be floating point, got {weight.dtype}")
+            check_floating(self._name, "weight", weight)
             if weight.dim() != 1:
                 raise ValueError(f"{self._name}: weight must be [C], got shape {list(weight.shape)}")
         ignore_index = label(self._name, "ignore_index", ignore_index)
@@ -286,8 +286,7 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
         dense(op, name, value)
-    if input.dtype not in FLOATS:
-        raise TypeError(f"{op}: {input_name} must be float16, bfloat16, float32 or float64, got {input.dtype}")
+    check_floating(op, input_name, input)
     if input.dim() < 1:
         raise ValueError(f"{op}: {input_name} must be [C], [N, C] or [N, C, d1, ...], got a single number")
     class_dim = min(input.dim() - 1, 1)

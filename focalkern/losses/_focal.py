@@ -6,9 +6,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from focalkern._checks import dense, flag, one_of
+from focalkern._checks import check_floating, dense, flag, one_of
 from focalkern._tracing import is_readable
-from focalkern._types import FLOATS, Reduction
+from focalkern._types import Reduction
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import Loss, described, digits, number
 from focalkern.ops._row_loss import Modulation
@@ -193,8 +193,7 @@ class FocalLoss(FocalFamily):
                     f"{self._name}: gamma must be a number, a GammaTable, a tensor without dimensions or an "
                     f"nn.Parameter, got {described(gamma)}; gammas of samples are passed to focal_loss"
                 )
-            if gamma.dtype not in FLOATS:
-                raise TypeError(f"{self._name}: gamma must be floating point, got {gamma.dtype}")
+            check_floating(self._name, "gamma", gamma)
             if is_readable(gamma) and not bool(gamma.isfinite().all()):  # elsewhere it would synchronise
                 raise ValueError(f"{self._name}: gamma must be finite, got {digits(gamma.detach())}")
             if isinstance(gamma, nn.Parameter):

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from focalkern._checks import dense
+from focalkern._checks import check_floating, dense
 from focalkern._tracing import is_readable
-from focalkern._types import FLOATS, Reduction, ScoredTarget
+from focalkern._types import Reduction, ScoredTarget
 from focalkern.losses._base import Loss, number
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 
@@ -57,8 +57,7 @@ class ElementLoss(Loss):
         if not isinstance(value, Tensor):
             raise TypeError(f"{self._name}: {name} must be a tensor, got {type(value).__name__}")
         dense(self._name, name, value)
-        if value.dtype not in FLOATS:
-            raise TypeError(f"{self._name}: {name} must be floating point, got {value.dtype}")
+        check_floating(self._name, name, value)
 
     def _constructor_words(self, *names: str) -> str:
         shown = {name: getattr(self, name) for name in names}

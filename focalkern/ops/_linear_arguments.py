@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern._checks import dense, finite, flag, integer, label, number, smoothing
+from focalkern._checks import SOFT_ONE_HOT, dense, finite, flag, integer, label, number, smoothing
 from focalkern._devices import autocast_is_on
 from focalkern._types import FLOATS, HALVES, LABELS, STEEPEST_INVERSE_GAMMA
 from focalkern.gamma import GammaTable
@@ -166,7 +166,9 @@ def check_target(target: Tensor, leading: torch.Size, head: torch.Size, ignore_i
         )
     if list(target.shape) != expected:
         problem = f"{_OP}: target of {what} must be {name} = {expected}, got {list(target.shape)}"
-        if target.numel() == head.numel() and what == "labels":  # one label per row of linear_weight
+        if target.shape == (*leading, *head) and what == "labels":
+            problem += f"; {SOFT_ONE_HOT}"
+        elif target.numel() == head.numel() and what == "labels":  # one label per row of linear_weight
             problem += (
                 ". Are the first two arguments swapped? The order is linear_focal_loss(input, linear_weight, target)"
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from focalkern._checks import finite, flag, label, number, one_of, reduction_code, reworded
+from focalkern._checks import finite, flag, label, no_float8, number, one_of, reduction_code, reworded
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern._tracing import constant_in_graphs, is_exporting
 from focalkern._types import PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
@@ -94,7 +94,8 @@ def row_loss(
         RuntimeError,
     ) as error:  # arguments are checked only after an error, for speed
         check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
-        raise reworded(op, _of(op, kind, error), input=input, target=target, gamma=gamma, weight=weight) from None
+        error, labels_only = _of(op, kind, error), not row_loss_of(kind).soft_target
+        raise reworded(op, error, labels_only, input=input, target=target, gamma=gamma, weight=weight) from None
 
 
 def needs_float64(input: Tensor, target: Tensor, label_smoothing: object) -> bool:
@@ -119,6 +120,7 @@ def check_modulation(
     op: str, modulation: Modulation | None, gamma: float | Tensor | GammaTable
 ) -> float | Tensor | GammaTable:
     """Returns gamma; raises unless ``modulation`` is known and allows this gamma."""
+    no_float8(op, "gamma", gamma)
     if modulation is None:
         return gamma
     one_of(op, "modulation", modulation, get_args(Modulation))

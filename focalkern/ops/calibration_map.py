@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_array, as_tensor
-from focalkern._checks import flag, number, reworded, short
+from focalkern._checks import flag, no_float8, number, reworded, short
 from focalkern._devices import autocast_is_on, on_device
 from focalkern._types import HALVES, PLAIN_TENSORS, InputKind
 from focalkern.ops._backend import backend_for, has_kernels
@@ -220,6 +220,7 @@ def _parameter(op: str, name: str, value: object, bound: float, domain: str, inp
     if isinstance(value, np.ndarray):
         return on_device(as_tensor(value, f"{op}: {name}"), input.device)
     if isinstance(value, Tensor):
+        no_float8(op, name, value)
         return value
     found = number(op, name, value, "a number or a tensor")
     if not bound < found < math.inf:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import finite, integer, label, label_range, reduction_code, reworded
+from focalkern._checks import finite, integer, label, label_range, no_float8, reduction_code, reworded
 from focalkern._types import LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
@@ -314,6 +314,7 @@ def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignor
 def _check_gamma(gamma: object) -> float | Tensor:
     """Gamma if it is not an ordinary float: a tensor, an integer, or a float that is refused or causes a warning."""
     if isinstance(gamma, Tensor):
+        no_float8("focal_loss", "gamma", gamma)
         return gamma
     found = finite("focal_loss", "gamma", gamma, "a number, a tensor or a GammaTable")
     warn_if_steep("focal_loss", found, stacklevel=4)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_array, as_tensor
-from focalkern._checks import dense, flag, number
+from focalkern._checks import check_floating, dense, flag, number
 from focalkern._devices import autocast_is_on, on_device
 from focalkern._tracing import is_readable
-from focalkern._types import FLOATS, HALVES, InputKind, Reduction
+from focalkern._types import HALVES, InputKind, Reduction
 from focalkern.ops._inverse_solver import elements_in_order, inverse_logits, inverse_rows
 from focalkern.ops._row_loss import needs_float64
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
@@ -253,8 +253,7 @@ def _gamma_tensor(op: str, gamma: float | Tensor | Array, like: Tensor) -> Tenso
     if not gamma.is_floating_point():
         raise TypeError(f"{op}: gamma must be floating point, got {gamma.dtype}")
     dense(op, "gamma", gamma)
-    if gamma.dtype not in FLOATS:
-        raise TypeError(f"{op}: gamma must be float16, bfloat16, float32 or float64, got {gamma.dtype}")
+    check_floating(op, "gamma", gamma)
     if gamma.device != like.device and (gamma.dim() > 0 or gamma.device.type == "meta"):
         raise ValueError(f"{op}: gamma must be on the device of input, {like.device}, got {gamma.device}")
     if is_readable(gamma):

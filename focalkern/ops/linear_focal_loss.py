@@ -9,6 +9,7 @@ from torch import Tensor
 from focalkern._checks import reduction_code
 from focalkern._tracing import functionalizes
 from focalkern._types import HALVES, Reduction
+from focalkern.fallback.focal_loss import check_range
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
 from focalkern.ops._dtensor import is_dtensor, linear_loss_over_mesh
@@ -296,6 +297,8 @@ def linear_focal_loss(
     edges, gamma = gamma_of(gamma, input)
     check_target(target, leading, linear_weight.shape[:-1], ignore_index)
     check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
+    if torch._C._are_functorch_transforms_active():  # vmap calls the passes below once per sample
+        check_range(_OP, target, classes, ignore_index)
     # Without kernels, and under a transform, a graph contains F.linear and focal_loss, which the compiler may fuse.
     compiling = torch.compiler.is_compiling()
     transformed = torch._C._are_functorch_transforms_active() and (compiling or return_stats or functionalizes())

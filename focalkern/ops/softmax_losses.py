@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from focalkern._checks import reduction_code, reworded
+from focalkern._checks import labels_expected, no_float8, reduction_code, reworded
 from focalkern._tracing import are_seen
 from focalkern._types import PLAIN_TENSORS, Reduction
 from focalkern.gamma import GammaTable
@@ -67,6 +67,7 @@ def poly_focal_loss(
     op = "poly_focal_loss"
     if not isinstance(gamma, Tensor | GammaTable):
         gamma = finite_number(op, "gamma", gamma, low=0.0)
+    no_float8(op, "gamma", gamma)
     epsilon = finite_number(op, "epsilon", epsilon)
     options = (weight, ignore_index, reduction, label_smoothing, False)
     if type(input) is not Tensor and is_dtensor(input):
@@ -88,7 +89,7 @@ def dual_focal_loss(
     """The operator of :class:`focalkern.DualFocalLoss`."""
     op = "DualFocalLoss"
     if isinstance(target, Tensor) and target.is_floating_point():
-        raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
+        raise labels_expected(op, input, target)
     options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
     if type(input) is not Tensor and is_dtensor(input):
         return _over_mesh(op, _DUAL_FOCAL, input, target, gamma, 0.0, *options)

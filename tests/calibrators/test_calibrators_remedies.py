@@ -24,6 +24,7 @@ ONE_HOT = torch.eye(3, dtype=torch.int64)[LABELS]
             "; convert them with .float(), in NumPy with .astype('float32')",
             lambda z, y: (z.float() if isinstance(z, torch.Tensor) else z.astype("float32"), y),
         ),
+        (LOGITS + 0j, LABELS, "complex64; complex numbers are not supported", lambda z, y: (z.real, y)),
         (LOGITS, LABELS[:7], "got [7]", lambda z, y: (z[:7], y)),
     ],
 )

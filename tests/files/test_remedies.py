@@ -100,6 +100,7 @@ TWO = np.stack([np.zeros_like(Z), Z], 1)
         (Z, BINARY, r"found \[6\]; for one logit z per row, save the two columns 0 and z \(for one probability p, 1 -"),
         (Z[:, None], BINARY, r"found \[6, 1\]; for one logit z per row, save the two columns 0 and z"),
         (TWO.astype(int), BINARY, r"found int64; convert them with .float\(\), in NumPy with .astype\('float32'\)$"),
+        (TWO + 0j, BINARY, r"found complex64; complex numbers are not supported$"),
         (
             TWO,
             np.eye(2, dtype=int)[BINARY],
@@ -179,3 +180,9 @@ def test_a_damaged_table(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match="found a damaged or truncated file, or another format"):
         read_sets(tmp_path / "a.parquet")
+
+
+def test_long_names_are_cut(tmp_path):
+    path = write(tmp_path / "a.npz", **{"n" * 300: PROBS, "m" * 300: LABELS})
+    with pytest.raises(InputError, match=r"found n{77}\.\.\. \[3, 2\], m{77}\.\.\. \[3\]; pass logits_key=NAME"):
+        read_sets(path)

@@ -216,7 +216,12 @@ def test_bad_validation_batches(method, device):
         (logits, far, IndexError, r"target must be in \[0, 5\) or ignore_index, got 5 at row 3"),
         (logits, target[:9], ValueError, r"target must be \[N\] = \[200\], got \[9\]"),
         (logits, target.double(), ValueError, r"target must be the shape of logits = \[200, 5\], got \[200\]"),
-        (logits, logits.softmax(-1), TypeError, r"target must be labels, int64, int32 or uint8, got torch.float64"),
+        (
+            logits,
+            logits.softmax(-1),
+            TypeError,
+            r"target must be labels, int64, int32 or uint8, got torch.float64; for one-hot",
+        ),
         (logits.long(), target, TypeError, r"logits must be float16, .*, got torch.int64"),
         (logits.tolist(), target, TypeError, r"logits must be a tensor, got list"),
     ]

@@ -19,7 +19,7 @@ NAN = float("nan")
     [
         (lambda: fk.FocalLoss("2"), TypeError, r"FocalLoss: gamma must be a number, got str"),
         (lambda: fk.FocalLoss(NAN), ValueError, r"FocalLoss: gamma must be finite, got nan"),
-        (lambda: fk.FocalLoss(torch.tensor(2)), TypeError, r"FocalLoss: gamma must be floating point, got torch.int64"),
+        (lambda: fk.FocalLoss(torch.tensor(2)), TypeError, r"FocalLoss: gamma must be float16, .* got torch.int64"),
         (lambda: fk.FocalLoss(torch.nn.Parameter(torch.tensor([2.0, NAN]))), ValueError, r"finite, got \[2, nan\]"),
         (
             lambda: fk.FocalLoss(torch.ones(5)),
@@ -37,7 +37,7 @@ NAN = float("nan")
         ),
         (lambda: fk.FocalLoss(2.0, [1.0]), TypeError, r"FocalLoss: weight must be a tensor, got list"),
         (lambda: fk.FocalLoss(2.0, torch.ones(2, 2)), ValueError, r"weight must be \[C\], got shape \[2, 2\]"),
-        (lambda: fk.BrierLoss(torch.ones(2).int()), TypeError, r"BrierLoss: weight must be floating point"),
+        (lambda: fk.BrierLoss(torch.ones(2).int()), TypeError, r"BrierLoss: weight must be float16, bfloat16"),
         (lambda: fk.BrierLoss(reduction="avg"), ValueError, r"reduction must be 'none', 'mean' or 'sum', got 'avg'"),
         (lambda: fk.BrierLoss(ignore_index=None), TypeError, r"ignore_index must be an int, got None"),
         (lambda: fk.FLSDLoss(label_smoothing=1.5), ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
@@ -95,8 +95,19 @@ def test_bad_batches_are_named(loss):
 
 
 def test_dual_takes_labels_only():
-    with pytest.raises(TypeError, match=r"DualFocalLoss: target must be labels, int64, int32 or uint8, got"):
-        fk.DualFocalLoss()(torch.randn(2, 3), torch.rand(2, 3))
+    """The errors name a remedy, and the loss takes what it gives."""
+    input, labels = torch.randn(2, 3), torch.tensor([2, 0])
+    rows = torch.nn.functional.one_hot(labels, 3)
+    expected = fk.DualFocalLoss()(input, labels)
+    words = r"DualFocalLoss: target must be labels, int64, int32 or uint8, got torch.float32; "
+    with pytest.raises(TypeError, match=words + r"for one-hot rows pass target.argmax\(1\)$"):
+        fk.DualFocalLoss()(input, rows.float())
+    with pytest.raises(ValueError, match=r"got \[2, 3\]; for one-hot rows pass target.argmax\(1\)$"):
+        fk.DualFocalLoss()(input, rows)
+    assert fk.DualFocalLoss()(input, rows.float().argmax(1)) == expected
+    with pytest.raises(TypeError, match=words + r"convert them with .long\(\), in NumPy"):
+        fk.DualFocalLoss()(input, labels.float())
+    assert fk.DualFocalLoss()(input, labels.float().long()) == expected
 
 
 _LOSSES_OF_LABELS = [
@@ -130,7 +141,12 @@ _LOSSES_OF_LABELS = [
         ((2, 5, 7), torch.ones(2, 5).long(), ValueError, r"input.flatten\(0, 1\), target.flatten\(0, 1\)"),
         ((2, 4, 5, 7), torch.ones(2, 4, 5).long(), ValueError, r"input.flatten\(0, 2\), target.flatten\(0, 2\)"),
         ((8, 3), torch.ones(8, 1).long(), ValueError, r"\[N\] = \[8\], got \[8, 1\]; target.squeeze\(-1\)"),
-        ((8, 3), torch.ones(8, 3).long(), ValueError, r"got \[8, 3\]; one-hot rows are class probabilities: target.to"),
+        (
+            (8, 3),
+            torch.ones(8, 3).long(),
+            ValueError,
+            r"got \[8, 3\]; (for )?one-hot rows (are class|pass target.argmax)",
+        ),
     ],
 )
 def test_a_target_that_does_not_fit_is_told_what_does(loss, backend, shape, target, kind, words, monkeypatch):

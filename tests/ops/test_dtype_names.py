@@ -23,6 +23,7 @@ MAPS = (
     fk.inverse_focal_calibration_map,
     fk.binary_inverse_focal_calibration_map,
 )
+FLOAT8 = torch.float8_e4m3fn
 OF_INPUT = {
     **{f"row loss {i}": lambda z, loss=loss: loss(z, LABELS) for i, loss in enumerate(ROWS)},
     **{f"sigmoid loss {i}": lambda z, loss=loss: loss(z, DENSE) for i, loss in enumerate(SIGMOID)},
@@ -42,6 +43,9 @@ OF_LABELS = {
 }
 OF_PARAMETER = {
     "gamma of a loss": lambda g: fk.focal_loss(Z, LABELS, g),
+    "gamma with z_loss": lambda g: fk.focal_loss(Z, LABELS, g, z_loss=0.1),
+    "gamma of a poly loss": lambda g: fk.poly_focal_loss(Z, LABELS, g),
+    "gamma over ranks": lambda g: fk.focal_loss_vocab_parallel(Z, LABELS, g),
     "class weight": lambda g: fk.focal_loss(Z, LABELS, weight=g[:3]),
     "gamma of a sigmoid loss": lambda g: fk.sigmoid_focal_loss(Z, DENSE, g),
     "weight of a sigmoid loss": lambda g: fk.sigmoid_focal_loss(Z, DENSE, weight=g),
@@ -53,7 +57,7 @@ OF_PARAMETER = {
 CASES = [
     *((name, call, Z.to(dtype)) for name, call in OF_INPUT.items() for dtype in (torch.int64, torch.int32, torch.bool)),
     *((name, call, LABELS.to(dtype)) for name, call in OF_LABELS.items() for dtype in (torch.int16, torch.bool)),
-    *((name, call, torch.ones(6, dtype=torch.int64)) for name, call in OF_PARAMETER.items()),
+    *((name, call, torch.ones(6).to(dtype)) for name, call in OF_PARAMETER.items() for dtype in (torch.int64, FLOAT8)),
 ]
 
 
@@ -67,7 +71,15 @@ def messages():
 
 def test_names_are_those_of_python():
     for message in messages():
-        assert re.search(r"got .*\btorch\.(int64|int32|int16|bool)\b", message), message
+        assert re.search(r"got .*\btorch\.(int64|int32|int16|bool|float8_e4m3fn)\b", message), message
+
+
+def test_dtypes_without_arithmetic_are_told_which_have_it():
+    """Floating point is no reason to refuse them: the message lists the dtypes."""
+    of_float8 = [message for message in messages() if str(FLOAT8) in message]
+    assert len(of_float8) == len(OF_PARAMETER)
+    for message in of_float8:
+        assert " must be float16, bfloat16, float32 or float64, got" in message, message
 
 
 @pytest.mark.kernels("stable")

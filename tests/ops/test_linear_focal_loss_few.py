@@ -97,6 +97,17 @@ def test_transforms_of_few_logits():
     assert_close(found, torch.stack([fk.linear_focal_loss(a, w, b, 2.0) for a, b in zip(x, target, strict=True)]))
 
 
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_label_under_vmap_is_named_by_its_place_among_all(rows):
+    """As focal_loss does. vmap calls the passes over the rows once per sample."""
+    x, w = torch.randn(4, rows, 5), torch.randn(C, 5)
+    target = torch.zeros(4, rows, dtype=torch.int64)
+    target[2, rows // 2] = C
+    message = rf"^linear_focal_loss: target must be in .*, got {C} at row {2 * rows + rows // 2}$"
+    with pytest.raises(IndexError, match=message):
+        torch.func.vmap(lambda a, b: fk.linear_focal_loss(a, w, b))(x, target)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -151,6 +151,17 @@ def test_the_weight_may_change_between_the_passes():
         torch.autograd.grad(loss, x)
 
 
+@pytest.mark.parametrize(("leading", "head"), [((6,), (3,)), ((2, 3), (3,)), ((6,), (3, 2))])
+def test_one_hot_labels_are_told_to_be_probabilities(leading, head):
+    hidden, weight = torch.randn(*leading, 4), torch.randn(*head, 4)
+    rows = torch.nn.functional.one_hot(torch.randint(3, (*leading, *head[1:])), 3)
+    rows = rows.movedim(-1, len(leading))
+    with pytest.raises(ValueError, match=r"; one-hot rows are class probabilities: target.to\(torch.float32\)$"):
+        fk.linear_focal_loss(hidden, weight, rows)
+    found = fk.linear_focal_loss(hidden, weight, rows.to(torch.float32))
+    torch.testing.assert_close(found, fk.linear_focal_loss(hidden, weight, rows.argmax(len(leading))))
+
+
 @pytest.mark.parametrize("leading", [(6,), (2, 3)])
 def test_the_order_of_other_libraries_is_recognized(leading):
     """With the weight first, the hidden states would be a head with 6 classes, or 2 x 3."""

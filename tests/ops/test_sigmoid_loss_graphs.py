@@ -280,7 +280,7 @@ def test_parameters_of_modules_train_and_are_saved():
         (lambda x, t: fk.ia_bce_loss(x, t, alpha=1.5), ValueError, r"ia_bce_loss: alpha must be in \[0, 1\], got 1.5"),
         (lambda x, t: fk.ia_bce_loss(x, t, alpha=torch.ones(5).requires_grad_()), ValueError, r"alpha must not requir"),
         (lambda x, t: fk.VarifocalLoss(alpha=float("nan")), ValueError, r"VarifocalLoss: alpha"),
-        (lambda x, t: fk.QualityFocalLoss(weight=torch.ones(5).long()), TypeError, r"weight must be floating point"),
+        (lambda x, t: fk.QualityFocalLoss(weight=torch.ones(5).long()), TypeError, r"weight must be float16, bfloat16"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(call, error, message):

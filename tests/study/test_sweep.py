@@ -169,6 +169,20 @@ def test_a_file_that_cannot_be_used_is_no_reason_to_stop(files, run, tmp_path):
     assert "focalkern sweep: nothing.npz: expected a file, found nothing there" in err
 
 
+def test_a_sweep_without_a_usable_file_says_so(run, tmp_path):
+    """A mean rank of 0 would be the best of all."""
+    code, out, _ = run("sweep", "nothing.npz", "none.npz", "--report", tmp_path / "out", "--jobs", "1")
+    assert code == 2
+    assert out.startswith("No network could be compared: 2 of 2 files failed.\n")
+    page = (tmp_path / "out/sweep.html").read_text()
+    assert "No network could be compared: every file failed." in page and "mean rank" not in page
+    assert "nothing.npz: expected a file" in page
+    assert set(json.loads((tmp_path / "out/sweep.json").read_text())["mean_ranks"].values()) == {None}
+    found = sweep(["nothing.npz"])
+    assert all(math.isnan(rank) for rank in found.ranks("nll").values())
+    assert found.table("nll")[1] == ["mean rank", "-", "-", "-", "-"]
+
+
 def test_several_processes_find_the_same(files, tmp_path):
     one = sweep(files[:2])
     two = sweep(files[:2], jobs=2)

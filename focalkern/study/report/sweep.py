@@ -161,7 +161,7 @@ class Sweep:
             figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
 
         Returns:
-            The mean rank by method.
+            The mean rank by method; NaN without networks.
 
         Raises:
             KeyError: an unknown score.
@@ -171,7 +171,7 @@ class Sweep:
             for method, value in zip(total, values, strict=True):
                 below = sum([other < value for other in values])
                 total[method] += below + (values.count(value) + 1) / 2 if not math.isnan(value) else len(total)
-        return {method: rank / max(1, len(self.networks)) for method, rank in total.items()}
+        return {method: rank / len(self.networks) if self.networks else math.nan for method, rank in total.items()}
 
     def wins(self, figure: str) -> dict[str, dict[str, int]]:
         """Counts of networks on which one method is better than another.
@@ -214,7 +214,7 @@ class Sweep:
         ranks, wins = self.ranks(figure), self.wins(figure)
         everywhere = len(finite) == len(self.networks)
         rows.append(["mean" if everywhere else f"mean of the {len(finite)} that are finite", *map(_cell, means)])
-        rows.append(["mean rank", *(f"{rank:.2f}" for rank in ranks.values())])
+        rows.append(["mean rank", *("-" if math.isnan(rank) else f"{rank:.2f}" for rank in ranks.values())])
         for other in ("none", "temperature"):
             rows.append(
                 [
@@ -229,14 +229,14 @@ class Sweep:
 
         Returns:
             A dictionary of the networks with their scores, mean ranks, wins, and files that failed. An infinite score
-            is None.
+            is None, and so are the mean ranks without networks.
         """
         return {
             "focalkern": __version__,
             "criterion": self.criterion,
             "methods": list(self.methods),
             "networks": list(self.networks),
-            "mean_ranks": {figure: self.ranks(figure) for figure in SCORES},
+            "mean_ranks": {figure: self.ranks(figure) if self.networks else None for figure in SCORES},
             "wins": {figure: self.wins(figure) for figure in SCORES},
             "failed": self.failed,
         }
@@ -350,7 +350,8 @@ class Sweep:
                 tables[score] = html.Table(head, rows, tables[score].caption)
         if n <= _MOST_UNFOLDED:
             tables, folded = {"use": folded["use"], **tables}, {}
-        sections = {"use": "Recommendations", **SCORES, **({"failed": "Failed files"} if self.failed else {})}
+        sections = {"use": "Recommendations", **SCORES} if n else {}  # without networks, the errors are all
+        sections |= {"failed": "Failed files"} if self.failed else {}
         return html.render_page(
             "sweep.html.j2",
             title="Sweep",
