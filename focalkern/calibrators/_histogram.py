@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import MOST_BINS, counted, integer
-from focalkern._types import PROPER, InputKind
+from focalkern._types import PROPER, InputKind, compute_dtype
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_of, bin_top_class, cannot_occur_after, scaled
-from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
+from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput, RowMap, in_each_dtype
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._temperature import TemperatureScaling
@@ -184,8 +184,11 @@ class HistogramBinning(Calibrator):
     def _invalid_rows_are(self) -> Literal["nan"]:
         return "nan"
 
+    def _made(self, device: torch.device) -> dict[torch.dtype, RowMap]:
+        return in_each_dtype(self._module().to(device))
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        module: HistogramLogProbs = self._kept(input.device)
+        module: RowMap = self._kept(input.device)[compute_dtype(input.dtype)]
         return module.mapped(input, log=log)
 
     def _predicted(self, input: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Modules to append to a network: the focal calibration map, and layers around any map (floor, class dimension)."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "PerLabelLogits",
     "RowMap",
     "exports_to_onnx",
+    "in_each_dtype",
 ]
 
 
@@ -196,6 +198,14 @@ class RowMap(ExactBuffers):
     def mapped(self, input: Tensor, *, log: bool) -> Tensor:
         """Log-probabilities [..., C], or probabilities, of ``input`` [..., C], in its dtype."""
         raise NotImplementedError
+
+
+def in_each_dtype(module: RowMap) -> dict[torch.dtype, RowMap]:
+    """The module per dtype of the computation, with its buffers in that dtype, so that no row waits for conversions."""
+    made = {dtype: copy.copy(module) for dtype in (torch.float32, torch.float64)}
+    for dtype, copied in made.items():
+        copied._buffers = {name: buffer.to(dtype) for name, buffer in module.named_buffers(recurse=False)}
+    return made
 
 
 class MultiLabelLogits(ExactBuffers):

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import flag, number
-from focalkern._types import InputKind
+from focalkern._types import InputKind, compute_dtype
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._inputs import cannot_occur
+from focalkern.calibrators._modules import RowMap, in_each_dtype
 from focalkern.calibrators._newton_search import check_finite_nll, minimize_focal, nll_temperature
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._probmetrics import fit_structured
@@ -235,8 +236,11 @@ class StructuredScaling(Calibrator):
     def _invalid_rows_are(self) -> Literal["nan"]:
         return "nan"
 
+    def _made(self, device: torch.device) -> dict[torch.dtype, RowMap]:
+        return in_each_dtype(self._module().to(device))
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        module: StructuredLogProbs = self._kept(input.device)
+        module: RowMap = self._kept(input.device)[compute_dtype(input.dtype)]
         return module.mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:

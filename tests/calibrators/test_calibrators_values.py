@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import focalkern as fk
 
@@ -272,3 +273,28 @@ def test_the_module_is_made_once_for_a_fit(make, monkeypatch):
     assert not torch.equal(other, found)
     fresh.as_module()(logits)
     assert torch.equal(fresh.predict_proba(logits), other)
+
+
+class Conversions(TorchDispatchMode):
+    """Counts the tensors that are converted to another dtype."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [EVERY[name] for name in ("vector", "focal matrix", "bins", "bins after a scaling")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_row_does_not_wait_for_conversions_of_the_fitted_numbers(make, dtype):
+    logits, target = sample()
+    calibrator, logits = make().fit(logits, target), logits.to(dtype)
+    module = calibrator.as_module()
+    found = calibrator.predict_proba(logits)
+    assert torch.equal(found, module.mapped(logits, log=False))
+    with Conversions() as conversions:
+        calibrator.predict_proba(logits[:1])
+    # In half precision the row and the result.
+    assert conversions.count == (2 if dtype == torch.float16 else 0)
+    assert {buffer.dtype for buffer in module.buffers()} == {torch.float64}
