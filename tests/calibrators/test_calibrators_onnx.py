@@ -123,6 +123,8 @@ def test_the_graph_is_small(module, nodes):
         warnings.simplefilter("ignore")
         program = torch.onnx.export(module, (rows(6),), dynamo=True, verbose=False)
     assert len(program.model.graph) <= nodes
+    # Runtimes compute it without a shift, so that confident rows would become NaN.
+    assert "ReduceLogSumExp" not in {node.op_type for node in program.model.graph}
 
 
 # Also near the limit -1, and one whose factor u^gamma is far below p.
