@@ -244,8 +244,9 @@ class Verdict:
 def verdicts(folder: Path, faults: list[Fault]) -> Iterator[Verdict]:
     workshop = Workshop(folder)
     began = time.monotonic()
-    if workshop.is_new:
-        passed, report = workshop.run(workshop.base / "kernels.so", None, None)
+    if workshop.is_new and faults:
+        modules = sorted({name for fault in faults for name in CASES[fault.file].split("+")})
+        passed, report = workshop.run(workshop.base / "kernels.so", "+".join(modules), None)
         if not passed:
             yield Verdict("no fault", "MISSED", f"the cases fail without one: {report}", time.monotonic() - began)
             return

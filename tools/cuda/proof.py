@@ -7,6 +7,9 @@ be seen. Needs nvcc and g++; for machine code also cuobjdump and nvdisasm.
 
 --keep FOLDER stores builds and results there. A later run with the same kernel sources reuses them, so you can
 interrupt the proof and continue it. A part in which a case failed is done again.
+
+--changed repeats only what a change of the kernels concerns: the report in --out names the commit of the last whole
+proof, and since.py finds the kernels, cases and faults that differ. The result becomes the last section of the report.
 """
 
 import argparse
@@ -25,8 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.cuda import build
+from tools.cuda import build, since
 from tools.cuda import mutants as planting
+from tools.cuda.faults import Fault
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,16 +93,69 @@ class Libraries:
         return self.built[arch]
 
 
-def run(part: Part, libraries: Libraries, seconds: float) -> Outcome:
+class Changes:
+    """The kernels that have changed since a commit, the cases that launch them, and the faults in their sources."""
+
+    def __init__(self, commit: str, libraries: Libraries) -> None:
+        self.commit, self.libraries = commit, libraries
+        self.before = since.sources_of(commit, libraries.folder / "before")
+        self.kernels: dict[str, dict[str, str]] = {}
+        self.launched: dict[str, dict[str, set[str]]] = {}
+
+    def changed(self, kind: str) -> dict[str, str]:
+        """The changed kernels of a library, and their sources."""
+        if kind not in self.kernels:
+            self.libraries.settings(kind)
+            library = self.libraries.folder / kind / "kernels.so"
+            self.kernels[kind] = since.changed_kernels(library, build.MACHINE_CODE.get(kind, kind), self.before)
+        return self.kernels[kind]
+
+    def cases(self, part: Part) -> list[str] | None:
+        """The cases of a part to execute again; None for all of them."""
+        if part.arch is None or "random_cases" in part.settings:
+            return None
+        modules = "larger" if "cases=larger" in part.settings else ""
+        if modules not in self.launched:
+            self.launched[modules] = self.on_the_shim(modules)
+        return [case for case, kernels in self.launched[modules].items() if kernels & set(self.changed(part.arch))]
+
+    def on_the_shim(self, modules: str) -> dict[str, set[str]]:
+        folder = self.libraries.folder / "shim"
+        shim, record = folder / "kernels.so", folder / "launched"
+        folder.mkdir(exist_ok=True)
+        if not shim.is_file():
+            build.build_shim(folder)
+        record.unlink(missing_ok=True)
+        settings = f"library={shim},launched={record}" + (f",cases={modules}" if modules else "")
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests/kernels/test_cuda_shim.py"],
+            cwd=ROOT,
+            env={**os.environ, "FOCALKERN_SHIM": settings},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        return since.launched(record, shim)
+
+    def faults(self) -> list[Fault]:
+        sources = set(self.changed("90").values())
+        return [f for f in planting.all_faults() if sources & set(planting.COMPILED.get(f.file, (f.file,)))]
+
+
+def run(part: Part, libraries: Libraries, seconds: float, cases: list[str] | None) -> Outcome:
     report = libraries.folder / "report"
     report.unlink(missing_ok=True)
     settings = ""
     if part.arch is not None:
         given = [libraries.settings(part.arch), *filter(None, [part.settings]), f"report={report}"]
         settings = ",".join(given)
+    tests = part.tests
+    if cases is not None:
+        names = libraries.folder / "names"
+        names.write_text("".join(f"{part.tests}::{case}\n" for case in cases))
+        tests = f"@{names}"
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-s", "--tb=short", part.tests],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-s", "--tb=short", tests],
         cwd=ROOT,
         env={**os.environ, "FOCALKERN_PTX": settings, "FOCALKERN_FUZZ_SECONDS": str(seconds)},
         capture_output=True,
@@ -115,9 +172,8 @@ def run(part: Part, libraries: Libraries, seconds: float) -> Outcome:
     return Outcome(part.name, part.what, numbers.get("passed", 0), failed, time.monotonic() - began, totals, note)
 
 
-def prove_mutants(kept: "Kept", say: Callable[[str], None]) -> tuple[list[str], bool]:
+def prove_mutants(kept: "Kept", faults: list[Fault], say: Callable[[str], None]) -> tuple[list[str], bool]:
     """The lines of the report, and whether all faults were caught or are redundant."""
-    faults = planting.all_faults()
     for verdict in planting.verdicts(kept.folder / "mutants", [f for f in faults if f.name not in kept.mutants]):
         say(f"{verdict.result}: {verdict.fault} ({verdict.seconds:.0f} s)")
         kept.add("mutants", verdict.fault, asdict(verdict))
@@ -129,11 +185,11 @@ def prove_mutants(kept: "Kept", say: Callable[[str], None]) -> tuple[list[str], 
 class Kept:
     """The stored results for these sources, by part and by fault."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, commit: str) -> None:
         self.folder, self.path = folder, folder / "found.json"
         folder.mkdir(parents=True, exist_ok=True)
         files = [*ROOT.glob("csrc/kernels/*"), *ROOT.glob("csrc/cuda/*"), *ROOT.glob("csrc/math/*")]
-        self.sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+        self.sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest() + commit
         found = json.loads(self.path.read_text()) if self.path.is_file() else {"sources": self.sources}
         if found["sources"] != self.sources:
             raise SystemExit(f"proof: {folder} is about other sources; choose another folder")
@@ -158,12 +214,32 @@ def versions() -> str:
     )
 
 
-def document(outcomes: list[Outcome], mutants: list[str], when: str) -> str:
+def tables(outcomes: list[Outcome], mutants: list[str], heading: str) -> list[str]:
     rows = [
         f"| {o.what}{': ' + o.note if o.note else ''} | {o.passed} | {o.failed} | "
         + (f"{o.totals[0]:,} | {o.totals[1]:,} | {o.totals[3] / 1e6:,.0f} |" if o.totals else "| | |")
         for o in outcomes
     ]
+    text = [
+        "| part | cases passed | failed | launches | blocks | million instructions of threads |",
+        "|---|---|---|---|---|---|",
+        *rows,
+    ]
+    if mutants:
+        text += [
+            "",
+            f"{heading} Planted faults: {len(mutants)}",
+            "",
+            "Each was compiled into the kernels by itself (`tools/cuda/mutants.py`). Caught: this case failed.",
+            "",
+            "| fault | result | report, or why nothing can depend on it |",
+            "|---|---|---|",
+            *mutants,
+        ]
+    return text
+
+
+def document(outcomes: list[Outcome], mutants: list[str], when: str) -> str:
     text = [
         "# CUDA kernels: what was executed and checked without a GPU",
         "",
@@ -174,22 +250,29 @@ def document(outcomes: list[Outcome], mutants: list[str], when: str) -> str:
         "all threads reach. Results are compared with the reference in double precision. No GPU took part: of the chip",
         "itself, and of other versions of nvcc and ptxas, this proves nothing.",
         "",
-        "| part | cases passed | failed | launches | blocks | million instructions of threads |",
-        "|---|---|---|---|---|---|",
-        *rows,
+        *tables(outcomes, mutants, "##"),
     ]
-    if mutants:
-        text += [
-            "",
-            f"## Planted faults: {len(mutants)}",
-            "",
-            "Each was compiled into the kernels by itself (`tools/cuda/mutants.py`). Caught: this case failed.",
-            "",
-            "| fault | result | report, or why nothing can depend on it |",
-            "|---|---|---|",
-            *mutants,
-        ]
     return "\n".join(text) + "\n"
+
+
+AGAIN = "\n## Executed again\n"
+
+
+def with_changes(whole: str, outcomes: list[Outcome], mutants: list[str], when: str, changes: Changes) -> str:
+    """The report of the last whole proof, with a section about what has changed since then."""
+    changed = changes.changed("90")
+    sources = ", ".join(f"`{source}`" for source in sorted(set(changed.values())))
+    text = [
+        AGAIN,
+        f"Written by `make cuda-proof`: {when}.",
+        "",
+        f"Since commit {changes.commit}, nvcc makes other PTX of {len(changed)} kernels, in {sources}.",
+        "Executed again: the cases that launch one of them, on the shim all cases, and the planted faults in these",
+        "files and their headers.",
+        "",
+        *tables(outcomes, mutants, "###"),
+    ]
+    return whole.partition(AGAIN)[0] + "\n".join(text) + "\n"
 
 
 def main() -> int:
@@ -197,6 +280,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the report to this file; default: standard output")
     parser.add_argument("--parts", nargs="*", help="only these: " + ", ".join([p.name for p in PARTS] + ["mutants"]))
     parser.add_argument("--keep", type=Path, help="keep what is built and found in this folder, and go on from there")
+    parser.add_argument("--changed", action="store_true", help="only what changed since the last whole proof in --out")
     parser.add_argument("--seconds", type=float, default=120, help="for the random cases (%(default)s)")
     arguments = parser.parse_args()
     wanted = arguments.parts if arguments.parts is not None else [*(part.name for part in PARTS), "mutants"]
@@ -206,20 +290,36 @@ def main() -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    outcomes, mutants, all_seen = [], [], True
+    whole, commit = "", ""
+    if arguments.changed:
+        if arguments.out is None or not arguments.out.is_file():
+            parser.error("--changed needs --out with the report of a whole proof")
+        whole = arguments.out.read_text()
+        found = re.search(r"commit (\w+)", whole)
+        commit = found[1] if found else parser.error(f"{arguments.out} names no commit")
+
+    outcomes: list[Outcome] = []
+    mutants: list[str] = []
+    all_seen = True
     with tempfile.TemporaryDirectory() as temporary:
-        kept = Kept(arguments.keep or Path(temporary))
+        kept = Kept(arguments.keep or Path(temporary), commit)
         libraries = Libraries(kept.folder)
+        changes = Changes(commit, libraries) if commit else None
         for part in PARTS:
             if part.name in wanted:
                 if part.name not in kept.parts or kept.parts[part.name]["failed"]:
-                    outcome = run(part, libraries, arguments.seconds)
+                    cases = changes.cases(part) if changes else None
+                    outcome = run(part, libraries, arguments.seconds, cases)
                     say(f"{part.name}: {outcome.passed} passed, {outcome.failed} failed ({outcome.seconds:.0f} s)")
                     kept.add("parts", part.name, asdict(outcome))
                 outcomes.append(Outcome(**kept.parts[part.name]))
         if "mutants" in wanted:
-            mutants, all_seen = prove_mutants(kept, say)
-    text = document(outcomes, mutants, versions())
+            faults = changes.faults() if changes else planting.all_faults()
+            mutants, all_seen = prove_mutants(kept, faults, say)
+        if changes:
+            text = with_changes(whole, outcomes, mutants, versions(), changes)
+        else:
+            text = document(outcomes, mutants, versions())
     if arguments.out:
         arguments.out.write_text(text)
     else:

@@ -90,6 +90,7 @@ extern Machine machine;
 uint64_t random();
 void run_block();
 void launch_done();
+void launched(const void* kernel);
 unsigned thread_index();
 unsigned block_index();
 int lane();
@@ -200,5 +201,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     shim::run_block();
   }
   shim::launch_done();
+  shim::launched(reinterpret_cast<const void*>(kernel));
   return cudaSuccess;
 }

@@ -1,4 +1,8 @@
 // The fibers of the shim, and their annotations for ThreadSanitizer. No sanitizer instruments these functions.
+#include <dlfcn.h>
+
+#include <set>
+
 #include <cuda_runtime.h>
 
 #define FK_UNSEEN __attribute__((no_sanitize_thread, no_sanitize_address, noinline))
@@ -166,4 +170,28 @@ FK_UNSEEN void run_block() {
 
 FK_UNSEEN void launch_done() { __tsan_acquire(&end_sync); }
 
+namespace {
+std::set<const void*>& launched_kernels() {
+  static std::set<const void*> kernels;
+  return kernels;
+}
+}  // namespace
+FK_UNSEEN void launched(const void* kernel) { launched_kernels().insert(kernel); }
+
 }  // namespace shim
+
+// Appends a line to a file: a name, and the kernels launched since the last call, as addresses in the library.
+extern "C" void shim_write_launched(const char* path, const char* name) {
+  FILE* file = fopen(path, "a");
+  if (file == nullptr) return;
+  Dl_info library;
+  fprintf(file, "%s", name);
+  for (const void* kernel : shim::launched_kernels()) {
+    if (dladdr(kernel, &library) == 0) continue;
+    const auto at = static_cast<const char*>(kernel) - static_cast<const char*>(library.dli_fbase);
+    fprintf(file, "\t%tx", at);
+  }
+  fprintf(file, "\n");
+  fclose(file);
+  shim::launched_kernels().clear();
+}
