@@ -43,15 +43,14 @@ struct Row {
   __device__ __forceinline__ Real z(int64_t j) const { return load_as_compute(logits[j * class_stride]); }
 };
 
-// Row number `thread of the block / lanes` of a tile; it may lie beyond the last row.
+// A row, which may lie beyond the last one, as the thread `index` of `lanes` sees it.
 template <typename Scalar>
-__device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, const RowGeometry& geometry,
-                                              int64_t tile) {
-  const int thread = static_cast<int>(threadIdx.x);
+__device__ __forceinline__ Row<Scalar> row_at(const RowLossArgs<Scalar>& args, const RowGeometry& geometry, int64_t row,
+                                              int index, int lanes) {
   Row<Scalar> result = {};
-  result.row = tile * (kBlock >> geometry.lane_bits) + (thread >> geometry.lane_bits);
-  result.index = thread & (geometry.lanes - 1);
-  result.lanes = geometry.lanes;
+  result.row = row;
+  result.index = index;
+  result.lanes = lanes;
   result.class_stride = args.layout.class_stride;
   result.target_stride = args.target_layout.class_stride;
   result.classes = static_cast<int>(args.classes);
@@ -67,6 +66,35 @@ __device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, c
   }
   result.is_live = result.label >= 0;
   return result;
+}
+
+// Row number `thread of the block / lanes` of a tile.
+template <typename Scalar>
+__device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, const RowGeometry& geometry,
+                                              int64_t tile) {
+  const int thread = static_cast<int>(threadIdx.x);
+  return row_at(args, geometry, tile * (kBlock >> geometry.lane_bits) + (thread >> geometry.lane_bits),
+                thread & (geometry.lanes - 1), geometry.lanes);
+}
+
+// The sums of the rows of a tile, for two tiles in turn, so that one barrier per tile suffices.
+template <typename Sums>
+using SumsOfTiles = Sums[2][kBlock / 2];
+
+// Gives each row of a tile to a thread of its own, with its sums: if the first lane of each group finished its row, the
+// rest of the warp would wait. Threads without a row get one beyond the last. `turn` is 0 and 1 for alternate tiles.
+template <typename Scalar, typename Sums>
+__device__ __forceinline__ void take_row(const RowLossArgs<Scalar>& args, const RowGeometry& geometry, int64_t tile,
+                                         SumsOfTiles<Sums>& kept, int turn, Row<Scalar>& row, Sums& sums) {
+  if (geometry.lanes == 1) return;
+  const int thread = static_cast<int>(threadIdx.x), rows = kBlock >> geometry.lane_bits;
+  if (row.index == 0) kept[turn][thread >> geometry.lane_bits] = sums;
+  __syncthreads();
+  row.row = args.rows;
+  if (thread < rows) {
+    row = row_at(args, geometry, tile * rows + thread, 0, 1);
+    sums = kept[turn][thread];
+  }
 }
 
 // ---- the classes of a thread ---------------------------------------------------------------------------------------

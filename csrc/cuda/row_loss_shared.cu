@@ -52,19 +52,11 @@ __device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Sca
     // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const bool detached = args.detach_modulation;
-    const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, detached, false);
     const SoftTerms<Real> others = shared_terms<kGamma>(sums, log_s, detached);
-    loss = others.loss;
-    slopes = others.slope;
+    const ClassOfRow<Real> largest = largest_of_row<kGamma>(sums.rest, log_s, detached);
     const Real share = shares.of(top);
-    if (numbers.likely == sums.max) {
-      loss += likely_terms<FocalFormula>(args, row, numbers, share).loss;
-    } else {
-      const auto of_top = unlikely_class<FocalFormula>(
-          numbers, sums.max, [&](Real) { return WholeGamma<Real, kGamma>(detached); }, share);
-      loss += of_top.terms.loss;
-      slopes += of_top.terms.slope;
-    }
+    loss = others.loss + share * largest.terms.loss;
+    slopes = others.slope + (largest.is_likely() ? Real(0) : share * largest.terms.slope);
   }
   args.saved[row.row] = class_as_number(class_int<Real>(top));
   args.saved[args.rows + row.row] = log_s;
@@ -79,15 +71,19 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_fo
     const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
+  __shared__ SumsOfTiles<SharedSums<Real>> kept;
   const RowGroup group = {geometry.lanes, scratch};
-  double loss_sum = 0;
-  double weight_sum = 0;
-  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row = row_of<Scalar>(args, geometry, t);
-    const Shares<Scalar> shares(args, row);
-    const SharedSums<Real> sums = shared_sums<kGamma>(row, shares, group);
-    if (row.row >= args.rows || row.index != 0) continue;
-    loss_sum += static_cast<double>(finish_row<kGamma>(args, row, shares, sums));
+  // Of each thread, in shared memory because all registers are taken.
+  __shared__ double loss_sums[kBlock], weight_sums[kBlock];
+  double &loss_sum = loss_sums[threadIdx.x], &weight_sum = weight_sums[threadIdx.x];
+  loss_sum = weight_sum = 0;
+  int turn = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x, turn ^= 1) {
+    auto row = row_of<Scalar>(args, geometry, t);
+    SharedSums<Real> sums = shared_sums<kGamma>(row, Shares<Scalar>(args, row), group);
+    take_row(args, geometry, t, kept, turn, row, sums);
+    if (row.row >= args.rows) continue;
+    loss_sum += static_cast<double>(finish_row<kGamma>(args, row, Shares<Scalar>(args, row), sums));
     weight_sum += weight_of_row(args, row);
   }
   sum_over_grid(totals, loss_sum, weight_sum);

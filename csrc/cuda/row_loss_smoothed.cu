@@ -21,36 +21,45 @@ namespace {
 
 template <typename Scalar>
 constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : kMostBlocks;
+// Forward, two vectors of 16-bit numbers need more registers.
+template <typename Scalar>
+constexpr int kForwardBlocks = sizeof(Scalar) < sizeof(float) ? 3 : kBlocksAtOnce<Scalar>;
 
 // The classes of a row with their own formulas: the label and the largest one.
 template <typename Scalar, int kGamma>
 struct SmoothedRow {
   using Real = compute_t<Scalar>;
-  SoftRow<Scalar> numbers;
-  WholeGamma<Real, kGamma> gamma;
+  Real max;
+  Real log_s;
+  bool detached;
   Real share;     // of every class
   Real of_label;  // what the label has in addition
-  bool has_likely;
+  ClassOfRow<Real> largest;
+  ClassOfRow<Real> label;  // which may be the largest, or one of them
+  Real likely;             // logit of the likely class, or NaN if there is none
   bool label_is_likely;
-  UnlikelyClass<Real> label;  // for a share of 1, if it is not likely
-  ClassTerms<Real> likely;    // for its share, if there is one
 
+  // rest: S - 1
   __device__ __forceinline__ SmoothedRow(const RowLossArgs<Scalar>& args, const Row<Scalar>& row, Real max, Real log_s,
-                                         Real log_rest, bool detached)
-      : numbers(args, row, max, log_s, log_rest - log_s, detached, false),
-        gamma(detached),
+                                         Real rest)
+      : max(max),
+        log_s(log_s),
+        detached(args.detach_modulation),
         share(uniform_share<true>(args)),
         of_label(label_share(args)),
-        likely{} {
+        largest(largest_of_row<kGamma>(rest, log_s, detached)) {
+    likely = largest.is_likely() ? max : kNaN<Real>;
     const Real z_label = row.z(row.label);
-    has_likely = numbers.likely == max;
-    label_is_likely = z_label == numbers.likely;
-    label = of(z_label);
-    if (has_likely) likely = likely_terms<FocalFormula>(args, row, numbers, share + (label_is_likely ? of_label : 0));
+    label_is_likely = z_label == likely;
+    label = z_label == max ? largest : of(z_label);
   }
 
-  __device__ __forceinline__ UnlikelyClass<Real> of(Real z) const {
-    return unlikely_class<FocalFormula>(numbers, z, [&](Real) { return gamma; }, Real(1));
+  __device__ __forceinline__ ClassOfRow<Real> of(Real z) const {
+    return unlikely_of_row<kGamma>((z - max) - log_s, detached);
+  }
+  // The slope of the likely class, times its share; 0 if there is none.
+  __device__ __forceinline__ Real likely_slope() const {
+    return likely == max ? (share + (label_is_likely ? of_label : Real(0))) * largest.terms.slope : Real(0);
   }
 };
 
@@ -65,22 +74,15 @@ __device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Sca
     max = sums.max;
     // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     log_s = log_one_plus(sums.rest) + (max - max);
-    const bool detached = args.detach_modulation;
-    const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, logarithm(sums.rest), detached);
+    const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, sums.rest);
     const Real share = special.share, count = static_cast<Real>(row.classes - 1);
-    const SoftTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, detached);
-    loss = others.loss;
-    slopes = others.slope;
-    if (special.has_likely) {
-      loss += special.likely.loss;
-    } else {
-      const ClassTerms<Real> largest = special.of(max).terms;
-      loss += share * largest.loss;
-      slopes += share * largest.slope;
-    }
-    if (!special.label_is_likely && special.of_label != Real(0)) {
-      loss += special.of_label * special.label.terms.loss;
-      slopes += special.of_label * special.label.terms.slope;
+    const SoftTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, special.detached);
+    const SoftTerms<Real>&largest = special.largest.terms, &label = special.label.terms;
+    loss = others.loss + share * largest.loss;
+    slopes = others.slope + (special.likely == max ? Real(0) : share * largest.slope);
+    if (special.of_label != Real(0)) {
+      loss += special.of_label * label.loss;
+      slopes += special.label_is_likely ? Real(0) : special.of_label * label.slope;
     }
   }
   args.saved[row.row] = max;
@@ -91,22 +93,25 @@ __device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Sca
 }
 
 template <typename Scalar, int kGamma>
-__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_forward_kernel(
+__global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar>) void smoothed_focal_forward_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
     const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
+  __shared__ SumsOfTiles<SmoothedSums<Real>> kept;
   const RowGroup group = {geometry.lanes, scratch};
   double loss_sum = 0;
-  double weight_sum = 0;
-  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row = row_of<Scalar>(args, geometry, t);
-    const SmoothedSums<Real> sums = smoothed_sums<kGamma>(row, group, uniform_share<true>(args));
-    if (row.row >= args.rows || row.index != 0) continue;
+  int rows = 0;
+  int turn = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x, turn ^= 1) {
+    auto row = row_of<Scalar>(args, geometry, t);
+    SmoothedSums<Real> sums = smoothed_sums<kGamma>(row, group, uniform_share<true>(args));
+    take_row(args, geometry, t, kept, turn, row, sums);
+    if (row.row >= args.rows) continue;
     loss_sum += static_cast<double>(finish_row<kGamma>(args, row, sums));
-    if (row.is_live) weight_sum += 1;
+    rows += row.is_live;
   }
-  sum_over_grid(totals, loss_sum, weight_sum);
+  sum_over_grid(totals, loss_sum, static_cast<double>(rows));
 }
 
 // With the statistics of the rows. The sums of gamma = 2 include those of every gamma here and those of the entropy.
@@ -157,11 +162,11 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
     }
     const Real max = args.saved[row.row], log_s = args.saved[args.rows + row.row];
     const Real others = args.saved[2 * args.rows + row.row];
-    const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, logarithm(exponential_minus_one(log_s)),
-                                              args.detach_modulation);
+    const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, exponential_minus_one(log_s));
+    const Real likely_slope = special.likely_slope();
     // dL/dz_j = p_j (sum a) - a_j
     const Real of_lse = given * lse_slope(args, row.row);
-    const Real of_p = given * (others + special.likely.slope) + of_lse;
+    const Real of_p = given * (others + likely_slope) + of_lse;
     const Real of_slope = given * special.share;
     const RowWriter<Scalar> writer(row, grad, stride);
     int likely = kNoClass;
@@ -170,8 +175,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
       Scalar result[count];
 #pragma unroll
       for (int k = 0; k < count; ++k) {
-        const UnlikelyClass<Real> of_class = special.of(values[k]);
-        if (values[k] == special.numbers.likely) likely = first + k * step;
+        const ClassOfRow<Real> of_class = special.of(values[k]);
+        if (values[k] == special.likely) likely = first + k * step;
         result[k] = Store<Scalar>::from_compute(of_class.p * of_p - of_slope * of_class.terms.slope);
       }
       writer.write(result, first, step);
@@ -183,8 +188,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
     }
     if (likely != kNoClass) {
       // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
-      const Real p = exponential(-log_s), u = exponential(special.numbers.log_u);
-      const Real value = given * (p * others - u * special.likely.slope) + of_lse * p;
+      const Real p = special.largest.p, u = special.largest.u;
+      const Real value = given * (p * others - u * likely_slope) + of_lse * p;
       grad[likely * stride] = Store<Scalar>::from_compute(value);
     }
   }

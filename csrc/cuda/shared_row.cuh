@@ -96,7 +96,7 @@ class SharedSumOfThread {
       share += t[k];
       // Each term is multiplied by the share before adding: if several classes are masked by a large number, their sum
       // would be infinite. A class with a share of 0 adds 0, even at probability zero.
-      depth += t[k] == Real(0) ? Real(0) : t[k] * x;
+      depth += t[k] * (t[k] == Real(0) ? Real(0) : x);
       if constexpr (kGamma >= 1) {
         once += te;
         fall += te * far;
@@ -108,7 +108,7 @@ class SharedSumOfThread {
     }
     const Real rise = base - coarse_base(before);
     const Real shrink = summand(floor(before) - base), shrink2 = shrink * shrink;
-    depth_ += static_cast<double>(depth + rise * share_.sum);
+    depth_ += static_cast<Depth>(depth + rise * share_.sum);
     if constexpr (kGamma >= 1) {
       fall_.add(shrink, fall + shrink * rise * once_.sum);
       once_.add(shrink, once);
@@ -126,7 +126,9 @@ class SharedSumOfThread {
   Real max_ = -kInfinity<Real>;
   int largest_ = kNoClass;
   Real share_of_largest_ = 0;
-  double depth_ = 0;  // infinite for a masked class, which a compensated sum would turn into NaN
+  // Infinite for a masked class, which a compensated sum would turn into NaN.
+  using Depth = std::conditional_t<std::is_same_v<Total, PlainSum<Real>>, Real, double>;
+  Depth depth_ = 0;
   Total rest_, share_, once_, twice_, fall_, fall2_, plain_fall_;
 };
 

@@ -13,6 +13,7 @@
 
 #include "cuda/common.cuh"
 #include "cuda/row_groups.cuh"
+#include "math/focal.h"
 
 namespace focalkern::cuda {
 
@@ -129,7 +130,7 @@ class SmoothedSumOfThread {
   __device__ __forceinline__ void take(Real before, const Terms& terms, int count) {
     const Real rise = coarse_base(max_) - coarse_base(before);
     const Real shrink = summand(floor(before) - coarse_base(max_)), shrink2 = shrink * shrink;
-    depth_ += static_cast<double>(terms.depth + share_ * rise * static_cast<Real>(count_));
+    depth_ += static_cast<Depth>(terms.depth + share_ * rise * static_cast<Real>(count_));
     if constexpr (kGamma >= 1) fall_.add(shrink, terms.fall + shrink * rise * rest_.sum);
     if constexpr (kGamma == 2) {
       fall2_.add(shrink2, terms.fall2 + shrink2 * rise * squares_.sum);
@@ -142,8 +143,10 @@ class SmoothedSumOfThread {
   Real share_;
   Real max_ = -kInfinity<Real>;
   int largest_ = kNoClass;
-  int count_ = 0;     // classes read
-  double depth_ = 0;  // infinite for a masked class, which a compensated sum would turn into NaN
+  int count_ = 0;  // classes read
+  // Infinite for a masked class, which a compensated sum would turn into NaN.
+  using Depth = std::conditional_t<std::is_same_v<Total, PlainSum<Real>>, Real, double>;
+  Depth depth_ = 0;
   Total rest_, squares_, fall_, fall2_;
 };
 
@@ -178,6 +181,38 @@ __device__ __forceinline__ SoftTerms<Real> smoothed_terms(const SmoothedSums<Rea
   if constexpr (kGamma == 1) return {l0 - share * l1, share * (count - p1 + (detached ? Real(0) : l1))};
   const Real p2 = sums.squares * inverse * inverse, l2 = (sums.fall2 + log_s * sums.squares) * inverse * inverse;
   return {l0 - share * (Real(2) * l1 - l2), share * (count - Real(2) * p1 + p2 + (detached ? Real(0) : 2 * (l1 - l2)))};
+}
+
+// A class of a row, with its terms for a share of 1.
+template <typename Real>
+struct ClassOfRow {
+  Real p;
+  Real u;  // 1 - p
+  SoftTerms<Real> terms;
+
+  __device__ __forceinline__ bool is_likely() const { return p > kUnlikely<Real>; }
+};
+
+// minus_log_p: l
+template <int kGamma, typename Real>
+__device__ __forceinline__ ClassOfRow<Real> class_of_row(Real p, Real u, Real minus_log_p, bool detached) {
+  if constexpr (kGamma == 0) return {p, u, {minus_log_p, Real(1)}};
+  const Real lower = kGamma == 2 ? u : Real(1), pull = detached ? Real(0) : Real(kGamma);
+  return {p, u, {lower * u * minus_log_p, lower * (u + pull * (p * finite_log(minus_log_p)))}};
+}
+
+// The largest class, whose 1 - p may cancel. rest: the sum of e over all other classes, S - 1
+template <int kGamma, typename Real>
+__device__ __forceinline__ ClassOfRow<Real> largest_of_row(Real rest, Real log_s, bool detached) {
+  const Real p = exponential(-log_s);
+  return class_of_row<kGamma>(p, rest * p, log_s, detached);
+}
+
+// A class of at most kUnlikely.
+template <int kGamma, typename Real>
+__device__ __forceinline__ ClassOfRow<Real> unlikely_of_row(Real log_p, bool detached) {
+  const Real p = quick_exponential(log_p);
+  return class_of_row<kGamma>(p, Real(1) - p, -log_p, detached);
 }
 
 }  // namespace focalkern::cuda

@@ -146,6 +146,9 @@ FAULTS = [
         "t < geometry.tiles; t += gridDim.x",
         "t < geometry.tiles; t += geometry.tiles",
     ),
+    Fault("the sums of all tiles of smoothed rows lie in one place", "row_loss_smoothed.cu", ", turn ^= 1", ""),
+    Fault("the sums of all tiles of rows with shares lie in one place", "row_loss_shared.cu", ", turn ^= 1", ""),
+    Fault("a thread without a row finishes that of its group", "row_groups.cuh", "  row.row = args.rows;\n", ""),
     Fault(
         "gradients of smoothed rows: only the first rows of a block",
         "row_loss_smoothed.cu",
@@ -162,8 +165,8 @@ FAULTS = [
     Fault(
         "the sum of slopes forgets the label",
         "row_loss_smoothed.cu",
-        "slopes += special.of_label * special.label.terms.slope;",
-        "",
+        "special.label_is_likely ? Real(0) : special.of_label * label.slope",
+        "Real(0)",
     ),
     Fault(
         "the largest class of a thread has no depth",
@@ -283,7 +286,7 @@ FAULTS = [
         "share_of_largest_ = is_above ? shares[k] : share_of_largest_;",
         "share_of_largest_ = is_above ? share_of_largest_ : share_of_largest_;",
     ),
-    Fault("an impossible class without a share", "shared_row.cuh", "t[k] == Real(0) ? Real(0) : t[k] * x", "t[k] * x"),
+    Fault("an impossible class without a share", "shared_row.cuh", "(t[k] == Real(0) ? Real(0) : x)", "x"),
     Fault("the depth keeps an older maximum", "shared_row.cuh", "depth + rise * share_.sum", "depth"),
     Fault(
         "the slope of another term is left out", "row_loss.cuh", "return args.lse_slope != nullptr ?", "return false ?"
