@@ -87,15 +87,11 @@ def row_loss(
         return function(input, target, gamma, edges, weight, *options, compiling)
     try:
         return function(input, target, gamma, edges, weight, *options)
-    except (
-        TypeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ) as error:  # arguments are checked only after an error, for speed
+    # Arguments are checked only after an error, for speed.
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
         check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
-        error, labels_only = _of(op, kind, error), not row_loss_of(kind).soft_target
-        raise reworded(op, error, labels_only, input=input, target=target, gamma=gamma, weight=weight) from None
+        named, labels_only = _of(op, kind, error), not row_loss_of(kind).soft_target
+        raise reworded(op, named, labels_only, input=input, target=target, gamma=gamma, weight=weight) from None
 
 
 def needs_float64(input: Tensor, target: Tensor, label_smoothing: object) -> bool:
