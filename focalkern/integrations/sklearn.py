@@ -20,6 +20,7 @@ from sklearn.utils.validation import (
     has_fit_parameter,
 )
 
+from focalkern._checks import short
 from focalkern.calibrators import Calibrator, TemperatureScaling
 from focalkern.calibrators._warnings import warn
 
@@ -38,7 +39,8 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
 
     Args:
         estimator: a classifier with ``decision_function``, ``predict_log_proba`` or ``predict_proba``. A
-            ``sklearn.frozen.FrozenEstimator`` is not fitted again, and all rows are used for calibration.
+            ``sklearn.frozen.FrozenEstimator`` is not fitted again, and all rows are used for calibration; their labels
+            may lack some of its classes.
         calibrator: an object with ``fit(logits, labels)`` and ``predict_proba(logits)``. Labels are class indices;
             logits are [N, C], or [N] for the second class if the decision function of two classes is one number. A
             calibrator with ``input_kind="probs"`` gets ``predict_proba``. None is
@@ -87,7 +89,8 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
 
         Raises:
             ValueError: only one class; a class with one row; fewer rows of a class than a splitter has folds; a fold of
-                a splitter whose training rows lack a class; errors of the classifier and the calibrator.
+                a splitter whose training rows lack a class; a label that is no class of a frozen classifier; errors of
+                the classifier and the calibrator.
         """
         name = type(self).__name__
         if y is None:
@@ -98,6 +101,8 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         if _num_samples(X) == 0:
             raise ValueError(f"{name}: expected at least one sample, found array with 0 sample(s)")
         classes, labels, counts = np.unique(y, return_inverse=True, return_counts=True)
+        if _frozen(self.estimator):  # y may lack a class of its predictions
+            classes, labels = _labels_of_frozen(self.estimator, classes, labels)
         if len(classes) < 2:
             raise ValueError(f"{name}: y must have at least 2 classes, got 1 class")
         cv, rarest, least = self.cv, classes[counts.argmin()], int(counts.min())
@@ -243,6 +248,20 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
 
 def _frozen(estimator: Any) -> bool:
     return type(estimator).__name__ == "FrozenEstimator"
+
+
+def _labels_of_frozen(
+    estimator: Any, classes: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The classes of a frozen classifier, and the labels as their indices."""
+    known = np.asarray(getattr(estimator, "classes_", classes))
+    unknown = np.setdiff1d(classes, known)
+    if len(unknown):
+        raise ValueError(
+            f"CalibratedClassifier: y must have the classes of the frozen classifier, {short(known.tolist())}, got "
+            f"{short(unknown.tolist())} too"
+        )
+    return known, np.searchsorted(known, classes)[labels]
 
 
 def _takes_weights(estimator: Any) -> bool:

@@ -166,6 +166,24 @@ def test_a_frozen_classifier_stays():
     assert classifier.calibrator_.temperature_ == expected.temperature_
 
 
+def test_a_frozen_classifier_keeps_a_class_that_the_rows_lack():
+    """Its column and its predictions stay, and do not go to the next class."""
+    X, y = sample()
+    names = np.array(["cat", "ant", "bee"])[y]
+    frozen = FrozenEstimator(LogisticRegression().fit(X, names))
+    for rows in (names != "bee", names == "ant"):
+        classifier = fk.CalibratedClassifier(frozen).fit(X[rows], names[rows])
+        assert classifier.classes_.tolist() == ["ant", "bee", "cat"]
+        assert np.array_equal(classifier.predict(X), frozen.predict(X))
+        logits, labels = frozen.decision_function(X), np.unique(names, return_inverse=True)[1]
+        expected = TemperatureScaling().fit_quietly(logits[rows], labels[rows]).predict_proba(logits)
+        assert classifier.predict_proba(X) == pytest.approx(expected, abs=1e-12)
+    frozen = FrozenEstimator(LogisticRegression().fit(X[names != "bee"], names[names != "bee"]))
+    expected = r"y must have the classes of the frozen classifier, \['ant', 'cat'\], got \['bee'\] too"
+    with pytest.raises(ValueError, match=expected):
+        fk.CalibratedClassifier(frozen).fit(X, names)
+
+
 def test_reasons_are_one_warning_in_the_callers_line():
     X, y = sample()
     calibrator = TemperatureScaling(temperatures=[5.0, 6.0])
