@@ -13,7 +13,7 @@ from torch import Tensor
 
 from focalkern._atomic import write_atomically
 from focalkern._checks import flag, path_text, short
-from focalkern._devices import cpu_by_default, one_thread
+from focalkern._devices import cpu_by_default, one_thread, without_autocast
 from focalkern._diagnostics import (
     input_problems,
     label_problems,
@@ -143,7 +143,7 @@ class Calibrator(Fitted):
         of_fit = replace(rows, input=floored_input(rows.input, floor, self.input_kind)) if floor else rows
         # In another thread the setting would race with those of other fits.
         is_small = rows.input.numel() <= _FEW_LOGITS and threading.current_thread() is threading.main_thread()
-        with one_thread() if is_small else contextlib.nullcontext():
+        with one_thread() if is_small else contextlib.nullcontext(), without_autocast(rows.input.device.type):
             fitted = self._fit(of_fit)
             layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense, with_names(columns))
             self._become(fitted, layout, n_samples=len(rows.input), floor=floor)

@@ -36,7 +36,8 @@ def fit_structured(
     names = ("lambda_intercept", "lambda_diagonal", *(("lambda_off_diagonal",) if kind == "matrix" else ()))
     try:
         scaling = getattr(calibrators, _CLASSES[kind])(**options, **dict.fromkeys(names, penalty))
-        scaling.fit(probs.cpu().numpy(), target.cpu().numpy())
+        with torch.inference_mode(False):  # its derivatives are autograd's
+            scaling.fit(probs.cpu().numpy(), target.cpu().numpy())
         temperature = 1 / float(scaling.ts_.cal_.invtemp_)
         weight, bias = (scaling.v_, scaling.b_) if kind == "vector" else (scaling.W_[:, :-1], scaling.W_[:, -1])
     except (AttributeError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Several threads that fit and use calibrators at the same time get bitwise the results of one thread."""
+"""Fits and predictions in several threads at the same time, and under autocast, have the bits of one thread without it."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -71,3 +71,14 @@ def test_a_small_fit_takes_one_thread_and_gives_the_others_back(monkeypatch, n, 
         assert seen == [threads] and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("calibrator", EVERY, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_fit_under_autocast_is_the_same(calibrator, dtype):
+    logits, labels = rows(0)
+    for given in (logits, logits.half()):  # of another half type than autocast's, too
+        expected = copy.deepcopy(calibrator).fit(given, labels).predict_proba(logits)
+        with torch.autocast("cpu", dtype=dtype):
+            found = copy.deepcopy(calibrator).fit(given, labels)
+        assert torch.equal(found.predict_proba(logits), expected)

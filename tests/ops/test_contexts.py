@@ -65,7 +65,11 @@ def test_modules_of_splines_keep_the_device_of_the_calibrator(calibrator):
 BRIER = {"search": "brier", "criterion": "brier"}
 
 
-@pytest.mark.parametrize("calibrator", [fk.TemperatureScaling(**BRIER), fk.FocalTemperatureScaling(**BRIER)], ids=repr)
+@pytest.mark.parametrize(
+    "calibrator",
+    [fk.TemperatureScaling(**BRIER), fk.FocalTemperatureScaling(**BRIER), fk.StructuredScaling(), fk.AutoCalibrator()],
+    ids=repr,
+)
 def test_fit_in_inference_mode(calibrator):
     expected = calibrator.fit_quietly(LOGITS, TARGET).predict_proba(LOGITS)
     with torch.inference_mode():
