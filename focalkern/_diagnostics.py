@@ -7,6 +7,7 @@ import contextlib
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ _NEAR = 0.02
 # The sample of a large set: at most this many rows and numbers, in blocks, because a shift of the labels shows only in
 # neighbouring rows.
 _SAMPLED_ROWS, _SAMPLED_NUMBERS, _SAMPLED_BLOCKS = 1 << 16, 1 << 21, 16
+# Probabilities of many rows come closer to 0 and to 1 than this.
+_END = 0.1
 # Permitted relative errors of the sum of a row: of any probabilities, and of those that are rounded to two digits.
 _EXACT, _ROUNDED = 1e-3, 0.05
 
@@ -113,13 +116,8 @@ def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
     )
 
 
-def input_problems(input: Tensor, kind: str) -> list[str]:
-    """A warning about unlikely rows: at most one sentence.
-
-    Args:
-        input: [N, C] floating point, checked.
-        kind: ``"logits"`` or ``"probs"``, the assumed kind of the input.
-    """
+def input_problems(input: Tensor, kind: str, *, assumed: bool = True) -> list[str]:
+    """A warning about unlikely rows [N, C]: at most one sentence. ``assumed`` means that no user named the kind."""
     if len(input) < 2:
         return []
     if _are_one_hot(input):
@@ -129,6 +127,11 @@ def input_problems(input: Tensor, kind: str) -> list[str]:
         ]
     if kind == "logits" and _sum_to(input, 100, _EXACT):
         return ["the rows are non-negative and sum to 100: divide percentages by 100 to get probabilities"]
+    if kind == "logits" and assumed and _fill_unit_interval(input) and not likely_sum(input):
+        return [
+            "all logits lie in [0, 1], like probabilities, but the rows do not sum to 1: divide each row of rounded "
+            "probabilities by its sum and pass input_kind='probs'; of sigmoid scores pass the logits"
+        ]
     return []
 
 
@@ -139,20 +142,28 @@ def one_logit_problems(logits: Tensor) -> list[str]:
     return ["all logits lie in [0, 1]: for probabilities, pass input_kind='probs'"]
 
 
-def _sum_to(input: Tensor, total: float, tolerance: float) -> bool:
-    def sums_fit(rows: Tensor) -> bool:
-        if not bool(rows.amin() >= 0):
-            return False
-        return bool(((rows.sum(1, dtype=torch.float64) / total - 1).abs() <= tolerance).all())
+def _every(input: Tensor, rule: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the rule is true for all rows; the first ones are tested first."""
+    return bool(rule(input[:_FIRST]).all()) and bool(rule(input).all())
 
-    return len(input) > 0 and sums_fit(input[:_FIRST]) and sums_fit(input)
+
+def _sum_to(input: Tensor, total: float, tolerance: float) -> bool:
+    def sums_fit(rows: Tensor) -> Tensor:
+        return (rows.sum(1, dtype=torch.float64) / total - 1).abs() <= tolerance
+
+    return len(input) > 0 and _every(input, lambda rows: rows.amin() >= 0) and _every(input, sums_fit)
+
+
+def _fill_unit_interval(input: Tensor) -> bool:
+    """Whether all values are in [0, 1], down to near 0 and up to near 1. Few cosine similarities are."""
+    if len(input) < _ENOUGH or not bool((input[:_FIRST] >= 0).all()):
+        return False
+    low, high = (float(bound) for bound in input.aminmax())
+    return 0 <= low < _END and 1 - _END < high <= 1
 
 
 def _are_one_hot(input: Tensor) -> bool:
-    def are(rows: Tensor) -> bool:
-        return bool(((rows == 0) | (rows == 1)).all()) and bool(((rows == 1).sum(-1) == 1).all())
-
-    return are(input[:_FIRST]) and are(input)
+    return _every(input, lambda rows: ((rows == 0) | (rows == 1)).all(-1) & ((rows == 1).sum(-1) == 1))
 
 
 def input_notes(logits: Tensor) -> list[str]:

@@ -83,9 +83,10 @@ class Calibrator(Fitted):
             >>> calibrator.n_samples_, calibrator.n_classes_, calibrator.warnings_
             (10, 2, ())
         """
-        rows = self._fit_rows(logits, target, sample_weight, ignore_index, assumed=is_assumed(self.input_kind))
+        assumed = is_assumed(self.input_kind)
+        rows = self._fit_rows(logits, target, sample_weight, ignore_index, assumed=assumed)
         if not rows.one_logit:
-            of_input = input_problems(rows.input, self.input_kind)
+            of_input = input_problems(rows.input, self.input_kind, assumed=assumed)
         else:
             of_input = one_logit_problems(rows.input[:, 1]) if self.input_kind == "logits" else []
         self.warnings_ = (*of_input, *label_problems(rows.input, rows.target), *self.warnings_)

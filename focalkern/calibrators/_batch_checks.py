@@ -115,10 +115,10 @@ class RowSample:
         """Collects the rows of all processes."""
         self._table = add_up(self._table)
 
-    def problems(self, input_kind: str) -> list[str]:
+    def problems(self, input_kind: str, *, assumed: bool) -> list[str]:
         """The sentences of the warning of ``fit`` on rows and labels."""
         input, labels = self._table[:, :-1], self._table[:, -1].to(torch.int64)
-        words = [*input_problems(input, input_kind), *label_problems(input, labels)]
+        words = [*input_problems(input, input_kind, assumed=assumed), *label_problems(input, labels)]
         if len(labels) == self._n_rows:
             return words
         return [f"in a sample of {len(labels):,} of the {self._n_rows:,} rows, {one}" for one in words]

@@ -76,12 +76,13 @@ class FitsBatches(Calibrator):
                 yield _as_data(name, batch, place, ignore_index, self.input_kind)
 
         same = read if isinstance(batches, list | tuple) else SameRows(name, read)  # a list needs no check
-        source = _counted(name, same, assumed=is_assumed(self.input_kind))
+        assumed = is_assumed(self.input_kind)
+        source = _counted(name, same, assumed=assumed)
         sample = RowSample(source)
         counts = class_counts(source, sample.keep)
         sample.gather(source.add_up)
         self._become(self._fit_source(source), Layout(source.n_classes), n_samples=source.n_rows)
-        self.warnings_ = (*sample.problems(self.input_kind), *self._warnings_of(counts))
+        self.warnings_ = (*sample.problems(self.input_kind, assumed=assumed), *self._warnings_of(counts))
         warn(name, self.warnings_)
         self._look_at_next(self.input_kind == "logits" and not sample.looks_like_probs())
         return self

@@ -138,6 +138,28 @@ def test_one_hot_rows_cause_a_warning(calibrator, kind):
     assert words.count("every row is one-hot, like a predicted class") == 1
 
 
+@every
+def test_rows_in_the_unit_interval_cause_a_warning(calibrator):
+    """Rounded probabilities of many classes do not sum to 1, and scores of single classes have no sum."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(500, 60, generator=generator, dtype=torch.float64)
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    for rows in ((logits.softmax(-1) * 50).round() / 50, logits.sigmoid()):
+        words = said(copy.deepcopy(calibrator), rows, target)
+        assert words.count("all logits lie in [0, 1], like probabilities, but the rows do not sum to 1") == 1
+        asked = copy.deepcopy(calibrator).set_params(input_kind="logits")
+        if isinstance(asked, fk.HistogramBinning):
+            asked.set_params(scaling__input_kind="logits")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            asked.fit(rows, target)
+        assert not any("lie in [0, 1]" in words for words in asked.warnings_)
+    similarities = 0.1 + 0.25 * logits.sigmoid()  # of images and texts
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not any("lie in [0, 1]" in one for one in calibrator.fit(similarities, target).warnings_)
+
+
 def test_probabilities_of_heads_cause_a_warning():
     generator = torch.Generator().manual_seed(0)
     margin = torch.randn(200, 2, generator=generator, dtype=torch.float64)
