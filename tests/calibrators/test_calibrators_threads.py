@@ -1,4 +1,4 @@
-"""Fits and predictions in several threads at the same time, and under autocast, have the bits of one thread without it."""
+"""Fits and predictions in several threads at once, and under autocast, have the bits of one thread without it."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
