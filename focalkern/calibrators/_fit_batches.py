@@ -102,7 +102,8 @@ def _as_data(name: str, batch: Any, place: int, ignore_index: int | None, input_
     weight = batch[2] if len(batch) == 3 else None
     if logits.dim() != 2:
         raise ValueError(f"{name}: logits of a batch must be [n, C], got shape {list(logits.shape)} in batch {place}")
-    data = as_rows(name, logits, target, weight, ignore_index, input_kind=input_kind, one_logit=False, empty=True)
+    where = f"{name}, batch {place}"  # rows are those of the batch
+    data = as_rows(where, logits, target, weight, ignore_index, input_kind=input_kind, one_logit=False, empty=True)
     if data.names is not None:
         raise TypeError(f"{name}: target must be integer class indices in fit_batches, got strings in batch {place}")
     return data

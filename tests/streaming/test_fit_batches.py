@@ -171,8 +171,10 @@ def test_invalid_batches_are_named():
         spline.fit_batches([(logits[:0], target[:0])])
     with pytest.raises(TypeError, match="target must be integer class indices in fit_batches, got strings in batch 0"):
         spline.fit_batches([(logits[:4], ["a", "b", "c", "d"])])
-    with pytest.raises(ValueError, match="logits must not be NaN"):
+    with pytest.raises(ValueError, match="SplineScaling, batch 1: logits must not be NaN, got NaN at row 0, class 0"):
         spline.fit_batches([(logits, target), (logits * float("nan"), target)])
+    with pytest.raises(IndexError, match=r"SplineScaling, batch 1: target must be in \[0, 4\), got 4 at row 2"):
+        spline.fit_batches([(logits, target), (logits, torch.where(torch.arange(20) == 2, 4, target))])
     with pytest.raises(ValueError, match=r"logits of a batch must be \[n, C\], got shape \[4\] in batch 0"):
         spline.fit_batches([(logits[0], target[:4])])
     with pytest.raises(ValueError, match="fit_batches takes no sample_weight"):
