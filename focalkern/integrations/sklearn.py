@@ -135,20 +135,20 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             part = (X, y) if rows is None else (_safe_indexing(X, rows), y[rows])
             return copy.fit(*part, **given)
 
-        response = _response(self.estimator, calibrator)
+        response, kind = _response(self.estimator, calibrator), _kind(calibrator)
         pairs: list[tuple[Any, Any]] = []
         found: list[str] = []
         if _frozen(self.estimator):
             classifier = clone(self.estimator).fit(X, y)
             pairs.append(
-                (classifier, _calibrated(calibrator, _logits(classifier, X, response, classes), labels, weight))
+                (classifier, _calibrated(calibrator, _logits(classifier, X, response, classes, kind), labels, weight))
             )
         else:
             held_out: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
             for fold, (train, test) in enumerate(check_cv(cv, y, classifier=True).split(X, y)):
                 _check_fold(fold, classes, labels[train], response)
                 classifier = fitted(train)
-                logits = _logits(classifier, _safe_indexing(X, test), response, classes)
+                logits = _logits(classifier, _safe_indexing(X, test), response, classes, kind)
                 if self.ensemble:
                     part = None if weight is None else weight[test]
                     pairs.append((classifier, _calibrated(calibrator, logits, labels[test], part)))
@@ -193,7 +193,9 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         if hasattr(self, "n_features_in_"):
             _check_feature_names(self, X, reset=False)
         parts = (
-            _as_array(calibrator.predict_proba(_logits(classifier, X, self.response_, self.classes_)))
+            _as_array(
+                calibrator.predict_proba(_logits(classifier, X, self.response_, self.classes_, _kind(calibrator)))
+            )
             for classifier, calibrator in self.calibrated_
         )
         return np.asarray(sum(parts) / len(self.calibrated_))
@@ -268,8 +270,13 @@ def _takes_weights(estimator: Any) -> bool:
     return bool(has_fit_parameter(estimator, "sample_weight"))
 
 
+def _kind(calibrator: Any) -> str:
+    """Whether the calibrator takes logits or probabilities."""
+    return "probs" if getattr(calibrator, "input_kind", "logits") == "probs" else "logits"
+
+
 def _response(estimator: Any, calibrator: Any) -> str:
-    wanted = ("predict_proba",) if getattr(calibrator, "input_kind", "logits") == "probs" else _RESPONSES
+    wanted = ("predict_proba",) if _kind(calibrator) == "probs" else _RESPONSES
     for name in wanted:
         if hasattr(estimator, name):
             return name
@@ -293,8 +300,9 @@ def _check_fold(fold: int, classes: Any, labels: Any, response: str) -> None:
     )
 
 
-def _logits(classifier: Any, X: Any, response: str, classes: Any) -> np.ndarray[Any, Any]:
-    """Logits [N, C] or [N], in the order of all classes. Classes that the classifier lacks are least probable."""
+def _logits(classifier: Any, X: Any, response: str, classes: Any, kind: str) -> np.ndarray[Any, Any]:
+    """Logits or probabilities, as ``kind`` says, [N, C] or [N], in the order of all classes. Classes that the
+    classifier lacks are least probable."""
     with np.errstate(divide="ignore"):  # log 0 for probabilities of 0
         found = np.asarray(getattr(classifier, response)(X))
     if not np.issubdtype(found.dtype, np.floating):
@@ -305,6 +313,7 @@ def _logits(classifier: Any, X: Any, response: str, classes: Any) -> np.ndarray[
         found = np.logaddexp(found, np.log(little))
     elif response == "predict_proba":
         found = (found + little) / (1 + found.shape[-1] * little)
+        found = found if kind == "probs" else np.log(found)
     if found.ndim == 1 and len(classes) == 2 and len(classifier.classes_) == 2:
         return found
     seen = np.searchsorted(classes, classifier.classes_)
@@ -316,7 +325,7 @@ def _logits(classifier: Any, X: Any, response: str, classes: Any) -> np.ndarray[
     if len(seen) == len(classes):
         return found
     whole = np.empty((len(found), len(classes)), found.dtype)
-    whole[:] = little if response == "predict_proba" else found.min(1, keepdims=True) - 10.0
+    whole[:] = little if kind == "probs" else found.min(1, keepdims=True) - 10.0
     whole[:, seen] = found
     return whole
 

@@ -81,6 +81,33 @@ def test_every_kind_of_response(estimator, response, names):
         assert log_loss(y[300:], probs) < log_loss(y[300:], plain)
 
 
+class OnlyProbabilities(ClassifierMixin, BaseEstimator):
+    """A classifier whose only output is ``predict_proba``, as those of XGBoost and LightGBM."""
+
+    def fit(self, X, y):
+        self.classifier_ = LogisticRegression(C=1e3).fit(X, y)
+        self.classes_ = self.classifier_.classes_
+        return self
+
+    def predict(self, X):
+        return self.classifier_.predict(X)
+
+    def predict_proba(self, X):
+        return self.classifier_.predict_proba(X)
+
+
+@pytest.mark.parametrize("calibrator", [None, fk.SplineScaling()], ids=["default", "spline"])
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_a_classifier_of_probabilities_has_their_logarithms_as_logits(calibrator, n_classes):
+    """The same classifier with a decision function has the same calibrated probabilities; the probabilities themselves
+    are no logits."""
+    X, y = sample(n_classes=n_classes)
+    of_probs = fk.CalibratedClassifier(OnlyProbabilities(), calibrator, cv=3).fit(X[:300], y[:300])
+    of_logits = fk.CalibratedClassifier(LogisticRegression(C=1e3), calibrator, cv=3).fit(X[:300], y[:300])
+    assert of_probs.response_ == "predict_proba" and of_logits.response_ == "decision_function"
+    assert of_probs.predict_proba(X[300:]) == pytest.approx(of_logits.predict_proba(X[300:]), abs=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:.*rows per class are few:focalkern.CalibrationWarning")
 @pytest.mark.parametrize(
     "calibrator", [FocalTemperatureScaling(), StructuredScaling(kind="vector"), IsotonicCalibration()], ids=repr
