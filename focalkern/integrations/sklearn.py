@@ -1,5 +1,6 @@
 """A classifier and its calibrator as one scikit-learn classifier."""
 
+import functools
 import inspect
 import warnings
 from typing import Any, Self
@@ -35,7 +36,9 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
 
     It is scikit-learn's ``CalibratedClassifierCV`` for the calibrators of this library. ``fit`` computes the logits of
     every row with a copy of the classifier fitted on the other folds, fits the calibrator on these logits, and fits the
-    classifier on all rows. Logits are the decision function, or else the logarithms of the probabilities.
+    classifier on all rows. Logits are the decision function, or else the logarithms of the probabilities. A row with a
+    probability of 0, as of forests and nearest neighbours, is first mixed with the uniform distribution: p becomes
+    (1 - e) p + e / C with e = 0.1 / (N + 1) for N rows of ``fit``, as in :class:`focalkern.SplineScaling`.
 
     Args:
         estimator: a classifier with ``decision_function``, ``predict_log_proba`` or ``predict_proba``. A
@@ -135,20 +138,20 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             part = (X, y) if rows is None else (_safe_indexing(X, rows), y[rows])
             return copy.fit(*part, **given)
 
-        response, kind = _response(self.estimator, calibrator), _kind(calibrator)
+        response = _response(self.estimator, calibrator)
+        floor = 0.1 / (len(y) + 1)
+        logits_of = functools.partial(_logits, response=response, classes=classes, kind=_kind(calibrator), floor=floor)
         pairs: list[tuple[Any, Any]] = []
         found: list[str] = []
         if _frozen(self.estimator):
             classifier = clone(self.estimator).fit(X, y)
-            pairs.append(
-                (classifier, _calibrated(calibrator, _logits(classifier, X, response, classes, kind), labels, weight))
-            )
+            pairs.append((classifier, _calibrated(calibrator, logits_of(classifier, X), labels, weight)))
         else:
             held_out: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
             for fold, (train, test) in enumerate(check_cv(cv, y, classifier=True).split(X, y)):
                 _check_fold(fold, classes, labels[train], response)
                 classifier = fitted(train)
-                logits = _logits(classifier, _safe_indexing(X, test), response, classes, kind)
+                logits = logits_of(classifier, _safe_indexing(X, test))
                 if self.ensemble:
                     part = None if weight is None else weight[test]
                     pairs.append((classifier, _calibrated(calibrator, logits, labels[test], part)))
@@ -165,6 +168,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         self.classes_ = classes
         self.calibrated_ = pairs
         self.response_ = response
+        self._logits_of = logits_of
         for attribute in ("estimator_", "calibrator_"):
             if hasattr(self, attribute):
                 delattr(self, attribute)
@@ -193,9 +197,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         if hasattr(self, "n_features_in_"):
             _check_feature_names(self, X, reset=False)
         parts = (
-            _as_array(
-                calibrator.predict_proba(_logits(classifier, X, self.response_, self.classes_, _kind(calibrator)))
-            )
+            _as_array(calibrator.predict_proba(self._logits_of(classifier, X)))
             for classifier, calibrator in self.calibrated_
         )
         return np.asarray(sum(parts) / len(self.calibrated_))
@@ -300,20 +302,22 @@ def _check_fold(fold: int, classes: Any, labels: Any, response: str) -> None:
     )
 
 
-def _logits(classifier: Any, X: Any, response: str, classes: Any, kind: str) -> np.ndarray[Any, Any]:
+def _logits(classifier: Any, X: Any, *, response: str, classes: Any, kind: str, floor: float) -> np.ndarray[Any, Any]:
     """Logits or probabilities, as ``kind`` says, [N, C] or [N], in the order of all classes. Classes that the
-    classifier lacks are least probable."""
+    classifier lacks are least probable. ``floor`` is the share of the uniform distribution in rows with a probability
+    of 0, whose NLL could be infinite."""
     with np.errstate(divide="ignore"):  # log 0 for probabilities of 0
         found = np.asarray(getattr(classifier, response)(X))
-    if not np.issubdtype(found.dtype, np.floating):
-        found = found.astype(np.float64)
-    # Replace probabilities of 0 by small ones, so that the NLL stays finite.
+        if not np.issubdtype(found.dtype, np.floating):
+            found = found.astype(np.float64)
+        found = np.log(found) if response == "predict_proba" else found
     little = np.finfo(found.dtype).eps
-    if response == "predict_log_proba":
-        found = np.logaddexp(found, np.log(little))
-    elif response == "predict_proba":
-        found = (found + little) / (1 + found.shape[-1] * little)
-        found = found if kind == "probs" else np.log(found)
+    if response != "decision_function":
+        n_classes = found.shape[-1]
+        zero = np.isneginf(found).any(-1, keepdims=True)
+        share = np.where(zero, floor, n_classes * little).astype(found.dtype)
+        found = np.logaddexp(found + np.log1p(-share), np.log(share / n_classes))
+        found = np.exp(found) if kind == "probs" else found
     if found.ndim == 1 and len(classes) == 2 and len(classifier.classes_) == 2:
         return found
     seen = np.searchsorted(classes, classifier.classes_)

@@ -18,7 +18,7 @@ from sklearn.ensemble import RandomForestClassifier  # noqa: E402
 from sklearn.frozen import FrozenEstimator  # noqa: E402
 from sklearn.linear_model import LogisticRegression  # noqa: E402
 from sklearn.metrics import log_loss  # noqa: E402
-from sklearn.model_selection import KFold, StratifiedKFold  # noqa: E402
+from sklearn.model_selection import KFold, StratifiedKFold, cross_val_predict  # noqa: E402
 from sklearn.naive_bayes import GaussianNB  # noqa: E402
 from sklearn.neighbors import KNeighborsClassifier  # noqa: E402
 from sklearn.svm import LinearSVC  # noqa: E402
@@ -106,6 +106,27 @@ def test_a_classifier_of_probabilities_has_their_logarithms_as_logits(calibrator
     of_logits = fk.CalibratedClassifier(LogisticRegression(C=1e3), calibrator, cv=3).fit(X[:300], y[:300])
     assert of_probs.response_ == "predict_proba" and of_logits.response_ == "decision_function"
     assert of_probs.predict_proba(X[300:]) == pytest.approx(of_logits.predict_proba(X[300:]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "estimator", [KNeighborsClassifier(), RandomForestClassifier(20, max_depth=6, random_state=0)], ids=repr
+)
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_rows_with_a_probability_of_0_are_mixed_with_the_uniform_distribution(estimator, kind):
+    """With log(2e-16) for such a class, a few wrong rows would flatten all others."""
+    X, y = sample()
+    folds = StratifiedKFold(3)
+    classifier = fk.CalibratedClassifier(estimator, TemperatureScaling(input_kind=kind), cv=folds).fit(X, y)
+    p = cross_val_predict(estimator, X, y, cv=folds, method="predict_proba").astype(np.float64)
+    zero, e = (p == 0).any(1, keepdims=True), 0.1 / (len(y) + 1)
+    assert 0 < zero.mean() < 1
+    z = np.log(np.where(zero, (1 - e) * p + e / 3, p))
+    assert classifier.calibrator_.temperature_ == pytest.approx(TemperatureScaling().fit(z, y).temperature_, rel=1e-6)
+    last = estimator.fit(X, y).predict_proba(X)
+    z = np.log(np.where((last == 0).any(1, keepdims=True), (1 - e) * last + e / 3, last))
+    expected = np.exp(z / classifier.calibrator_.temperature_)
+    expected /= expected.sum(1, keepdims=True)
+    assert classifier.predict_proba(X) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*rows per class are few:focalkern.CalibrationWarning")
