@@ -75,13 +75,14 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         self.cv = cv
         self.ensemble = ensemble
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, **fit_params: Any) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, groups: Any = None, **fit_params: Any) -> Self:
         """Fit the classifier and its calibrator.
 
         Args:
             X: rows in a form that the classifier accepts.
             y: [N] labels.
             sample_weight: [N], passed to the classifier and the calibrator, if they accept it.
+            groups: [N], passed to a splitter such as ``GroupKFold``, which keeps the rows of a group in one fold.
             **fit_params: passed to the ``fit`` of the classifier.
 
         Returns:
@@ -91,14 +92,15 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             CalibrationWarning: as the calibrator's ``fit``.
 
         Raises:
+            TypeError: the calibrator is no object with ``fit`` and ``predict_proba``.
             ValueError: only one class; a class with one row; fewer rows of a class than a splitter has folds; a fold of
-                a splitter whose training rows lack a class; a label that is no class of a frozen classifier; errors of
-                the classifier and the calibrator.
+                a splitter whose training rows lack a class; a label that is no class of a frozen classifier; a
+                decision function of pairs of classes; errors of the classifier and the calibrator.
         """
         name = type(self).__name__
         if y is None:
             raise ValueError(f"{name}: requires y to be passed, but the target y is None")
-        X, y = indexable(X, y)
+        X, y, groups = indexable(X, y, groups)
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         if _num_samples(X) == 0:
@@ -123,6 +125,11 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             )
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, X)
         calibrator = TemperatureScaling() if self.calibrator is None else self.calibrator
+        if isinstance(calibrator, type) or not (hasattr(calibrator, "fit") and hasattr(calibrator, "predict_proba")):
+            raise TypeError(
+                f"{name}: calibrator must be an object with fit and predict_proba, such as IsotonicCalibration(), got "
+                f"{short(calibrator)}"
+            )
         if weight is not None and not _takes_weights(self.estimator):
             warnings.warn(
                 f"{name}: {type(self.estimator).__name__} has no sample_weight; only the calibrator is weighted",
@@ -139,6 +146,11 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             return copy.fit(*part, **given)
 
         response = _response(self.estimator, calibrator)
+        if response == "decision_function" and len(classes) > 2 and _scores_pairs(self.estimator):
+            raise ValueError(
+                f"{name}: the decision function of estimator must have a column per class, got one per pair of "
+                "classes; set decision_function_shape='ovr'"
+            )
         floor = 0.1 / (len(y) + 1)
         logits_of = functools.partial(_logits, response=response, classes=classes, kind=_kind(calibrator), floor=floor)
         pairs: list[tuple[Any, Any]] = []
@@ -148,7 +160,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             pairs.append((classifier, _calibrated(calibrator, logits_of(classifier, X), labels, weight)))
         else:
             held_out: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-            for fold, (train, test) in enumerate(check_cv(cv, y, classifier=True).split(X, y)):
+            for fold, (train, test) in enumerate(check_cv(cv, y, classifier=True).split(X, y, groups)):
                 _check_fold(fold, classes, labels[train], response)
                 classifier = fitted(train)
                 logits = logits_of(classifier, _safe_indexing(X, test))
@@ -252,6 +264,14 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
 
 def _frozen(estimator: Any) -> bool:
     return type(estimator).__name__ == "FrozenEstimator"
+
+
+def _scores_pairs(estimator: Any) -> bool:
+    """Whether the decision function of more than two classes compares pairs of them. Three classes have three pairs, so
+    the number of columns does not tell."""
+    while _frozen(estimator) or hasattr(estimator, "steps"):
+        estimator = estimator.estimator if _frozen(estimator) else estimator.steps[-1][1]
+    return getattr(estimator, "decision_function_shape", None) == "ovo"
 
 
 def _labels_of_frozen(

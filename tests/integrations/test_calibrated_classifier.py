@@ -18,10 +18,11 @@ from sklearn.ensemble import RandomForestClassifier  # noqa: E402
 from sklearn.frozen import FrozenEstimator  # noqa: E402
 from sklearn.linear_model import LogisticRegression  # noqa: E402
 from sklearn.metrics import log_loss  # noqa: E402
-from sklearn.model_selection import KFold, StratifiedKFold, cross_val_predict  # noqa: E402
+from sklearn.model_selection import KFold, StratifiedGroupKFold, StratifiedKFold, cross_val_predict  # noqa: E402
 from sklearn.naive_bayes import GaussianNB  # noqa: E402
 from sklearn.neighbors import KNeighborsClassifier  # noqa: E402
-from sklearn.svm import LinearSVC  # noqa: E402
+from sklearn.pipeline import make_pipeline  # noqa: E402
+from sklearn.svm import SVC, LinearSVC  # noqa: E402
 from sklearn.tree import DecisionTreeClassifier  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
@@ -230,6 +231,38 @@ def test_a_frozen_classifier_keeps_a_class_that_the_rows_lack():
     expected = r"y must have the classes of the frozen classifier, \['ant', 'cat'\], got \['bee'\] too"
     with pytest.raises(ValueError, match=expected):
         fk.CalibratedClassifier(frozen).fit(X, names)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 4])
+def test_scores_of_pairs_of_classes_are_no_logits(n_classes):
+    """Three classes have three pairs: their scores would be read as logits, and all probabilities become equal."""
+    X, y = make_classification(400, n_informative=6, n_classes=n_classes, random_state=0)
+    pairs = SVC(decision_function_shape="ovo")
+    for estimator in (pairs, make_pipeline(pairs), FrozenEstimator(make_pipeline(pairs).fit(X, y))):
+        classifier = fk.CalibratedClassifier(estimator)
+        if n_classes == 2:
+            assert classifier.fit(X, y).score(X, y) > 0.8
+            continue
+        with pytest.raises(ValueError, match=r"got one per pair of classes; set decision_function_shape='ovr'$"):
+            classifier.fit(X, y)
+    loss = log_loss(y, fk.CalibratedClassifier(SVC()).fit(X, y).predict_proba(X))
+    assert loss < 0.7 * np.log(n_classes)
+
+
+def test_groups_stay_in_one_fold():
+    X, y = sample()
+    groups = np.arange(400) // 4
+    folds = StratifiedGroupKFold(3)
+    found = fk.CalibratedClassifier(LogisticRegression(), cv=folds).fit(X, y, groups=groups).predict_proba(X)
+    expected = fk.CalibratedClassifier(LogisticRegression(), cv=list(folds.split(X, y, groups))).fit(X, y)
+    assert np.array_equal(found, expected.predict_proba(X))
+
+
+@pytest.mark.parametrize("calibrator", ["isotonic", TemperatureScaling])
+def test_the_method_of_scikit_learn_is_no_calibrator(calibrator):
+    expected = r"calibrator must be an object with fit and predict_proba, such as IsotonicCalibration\(\), got"
+    with pytest.raises(TypeError, match=expected):
+        fk.CalibratedClassifier(LogisticRegression(), calibrator).fit(*sample())
 
 
 def test_reasons_are_one_warning_in_the_callers_line():
