@@ -12,7 +12,7 @@ from torch import Tensor
 
 from focalkern._checks import cut
 from focalkern._columns import kind_from_name
-from focalkern._types import INPUT_KINDS, InputKind
+from focalkern._types import FLOATS, INPUT_KINDS, InputKind
 from focalkern.files.paths import open_file
 from focalkern.files.samples import Hint, InputError
 
@@ -144,7 +144,7 @@ ARCHIVES: dict[str, Callable[[str], dict[str, Any]]] = {".npz": _read_npz, ".pt"
 
 def rows_of_tensor(source: str, name: str, tensor: Tensor) -> ArrayRows:
     """:class:`ArrayRows` of a tensor in memory."""
-    numbers: Literal["float", "other"] = "float" if tensor.is_floating_point() else "other"
+    numbers: Literal["float", "other"] = "float" if tensor.dtype in FLOATS else "other"
     dtype = str(tensor.dtype).removeprefix("torch.")
     return ArrayRows(source, name, tuple(tensor.shape), dtype, numbers, lambda begin, end: tensor[begin:end])
 

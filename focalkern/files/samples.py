@@ -12,7 +12,7 @@ from torch import Tensor
 
 from focalkern._checks import TO_INT, label, not_floating, one_of, parsed_float, path_text, short
 from focalkern._diagnostics import likely_sum, may_be_logits, remedy_for_sum
-from focalkern._types import INPUT_KINDS, InputKind
+from focalkern._types import FLOATS, INPUT_KINDS, InputKind
 from focalkern.files.pixels import class_misfit, label_misfit, place_of_counted, rows_that_count
 
 __all__ = [
@@ -228,7 +228,7 @@ def checked_set(
         n_classes = input.shape[1] if input.dim() >= 2 else 0
         labels = label_numbers(source, label_name, np.asarray(labels), n_classes)
     target = as_tensor(source, label_name, labels)
-    if not input.is_floating_point():
+    if input.dtype not in FLOATS:
         raise InputError(f"{source}: {input_name}: expected floating point, found {not_floating(_dtype(input))}")
     if input.dim() < 2 or input.shape[1] < 2:
         raise InputError(f"{source}: {input_name}: {class_misfit(input.shape)}")

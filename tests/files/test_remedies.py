@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import focalkern as fk
 from focalkern.files import InputError, read_sets
@@ -186,3 +187,15 @@ def test_long_names_are_cut(tmp_path):
     path = write(tmp_path / "a.npz", **{"n" * 300: PROBS, "m" * 300: LABELS})
     with pytest.raises(InputError, match=r"found n{77}\.\.\. \[3, 2\], m{77}\.\.\. \[3\]; pass logits_key=NAME"):
         read_sets(path)
+
+
+def test_float8_is_told_to_be_converted(tmp_path):
+    """torch has no arithmetic for it."""
+    logits = torch.from_numpy(TWO).to(torch.float8_e4m3fn)
+    torch.save({"logits": logits, "labels": torch.from_numpy(BINARY)}, tmp_path / "a.pt")
+    words = r"logits: expected floating point, found float8_e4m3fn; convert them with .float\(\)"
+    for read in (read_sets, open_unlabelled):
+        with pytest.raises(InputError, match=words):
+            read(tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"float8_e4m3fn; convert them with .float\(\)"):
+        fk.compare_calibrators((logits, BINARY), resamples=0)
