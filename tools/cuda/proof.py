@@ -44,9 +44,10 @@ class Part:
     tests: str = "tests/kernels/test_cuda_ptx.py"
 
 
+SHIM = Part("shim", "the source on the host shim", tests="tests/kernels/test_cuda_shim.py")
 PARTS = [
     Part("geometry", "launch geometry of every size", tests="tests/kernels/test_cuda_geometry.py"),
-    Part("shim", "the source on the host shim", tests="tests/kernels/test_cuda_shim.py"),
+    SHIM,
     Part(
         "sanitizers",
         "the source under ThreadSanitizer and AddressSanitizer",
@@ -100,7 +101,6 @@ class Changes:
         self.commit, self.libraries = commit, libraries
         self.before = since.sources_of(commit, libraries.folder / "before")
         self.kernels: dict[str, dict[str, str]] = {}
-        self.launched: dict[str, dict[str, set[str]]] = {}
 
     def changed(self, kind: str) -> dict[str, str]:
         """The changed kernels of a library, and their sources."""
@@ -114,34 +114,50 @@ class Changes:
         """The cases of a part to execute again; None for all of them."""
         if part.arch is None or "random_cases" in part.settings:
             return None
-        modules = "larger" if "cases=larger" in part.settings else ""
-        if modules not in self.launched:
-            self.launched[modules] = self.on_the_shim(modules)
-        return [case for case, kernels in self.launched[modules].items() if kernels & set(self.changed(part.arch))]
+        changed = self.changed(part.arch)
+        launched = self.launched("larger" if "cases=larger" in part.settings else "")
+        return [case for case, kernels in launched.items() if any(kernel in changed for kernel in kernels)]
 
-    def on_the_shim(self, modules: str) -> dict[str, set[str]]:
+    def launched(self, modules: str) -> dict[str, list[str]]:
+        """The kernels of each case. The part "shim" has found those of its cases."""
+        path = self.shim().parent / f"launched-{modules}.json"
+        if not path.is_file():
+            outcome = run(SHIM, self.libraries, 0, None, self.shim_settings(modules))
+            if outcome.failed:
+                raise SystemExit("proof: a case failed on the shim")
+            self.keep_launched(modules)
+        found: dict[str, list[str]] = json.loads(path.read_text())
+        return found
+
+    def shim(self) -> Path:
         folder = self.libraries.folder / "shim"
-        shim, record = folder / "kernels.so", folder / "launched"
         folder.mkdir(exist_ok=True)
-        if not shim.is_file():
-            build.build_shim(folder)
+        library = folder / "kernels.so"
+        return library if library.is_file() else build.build_shim(folder)
+
+    def shim_settings(self, modules: str) -> str:
+        record = self.shim().parent / "record"
         record.unlink(missing_ok=True)
-        settings = f"library={shim},launched={record}" + (f",cases={modules}" if modules else "")
-        subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests/kernels/test_cuda_shim.py"],
-            cwd=ROOT,
-            env={**os.environ, "FOCALKERN_SHIM": settings},
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        return since.launched(record, shim)
+        return f"library={self.shim()},launched={record}" + (f",cases={modules}" if modules else "")
+
+    def keep_launched(self, modules: str) -> None:
+        found = since.launched(self.shim().parent / "record", self.shim())
+        (self.shim().parent / f"launched-{modules}.json").write_text(json.dumps(found))
+
+    def run(self, part: Part, seconds: float) -> Outcome:
+        outcome = run(part, self.libraries, seconds, self.cases(part), self.shim_settings("") if part == SHIM else "")
+        if part == SHIM and not outcome.failed:
+            self.keep_launched("")
+        return outcome
 
     def faults(self) -> list[Fault]:
         sources = set(self.changed("90").values())
         return [f for f in planting.all_faults() if sources & set(planting.COMPILED.get(f.file, (f.file,)))]
 
 
-def run(part: Part, libraries: Libraries, seconds: float, cases: list[str] | None) -> Outcome:
+def run(
+    part: Part, libraries: Libraries, seconds: float, cases: list[str] | None = None, shim_settings: str = ""
+) -> Outcome:
     report = libraries.folder / "report"
     report.unlink(missing_ok=True)
     settings = ""
@@ -157,7 +173,12 @@ def run(part: Part, libraries: Libraries, seconds: float, cases: list[str] | Non
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-s", "--tb=short", tests],
         cwd=ROOT,
-        env={**os.environ, "FOCALKERN_PTX": settings, "FOCALKERN_FUZZ_SECONDS": str(seconds)},
+        env={
+            **os.environ,
+            "FOCALKERN_PTX": settings,
+            "FOCALKERN_FUZZ_SECONDS": str(seconds),
+            "FOCALKERN_SHIM": shim_settings,
+        },
         capture_output=True,
         text=True,
     )
@@ -308,8 +329,9 @@ def main() -> int:
         for part in PARTS:
             if part.name in wanted:
                 if part.name not in kept.parts or kept.parts[part.name]["failed"]:
-                    cases = changes.cases(part) if changes else None
-                    outcome = run(part, libraries, arguments.seconds, cases)
+                    outcome = (
+                        changes.run(part, arguments.seconds) if changes else run(part, libraries, arguments.seconds)
+                    )
                     say(f"{part.name}: {outcome.passed} passed, {outcome.failed} failed ({outcome.seconds:.0f} s)")
                     kept.add("parts", part.name, asdict(outcome))
                 outcomes.append(Outcome(**kept.parts[part.name]))

@@ -62,21 +62,13 @@ def output(tool: str, *arguments: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-class Kernels:
-    """The PTX of each kernel of a library, and its source."""
-
-    def __init__(self, library: Path) -> None:
-        path = library.with_suffix(".ptx")
-        build.load(library).ptxrun_write_texts(str(path).encode())
-        self.texts: dict[str, str] = {}
-        self.sources: dict[str, str] = {}
-        for kernel in path.read_text().split("KERNEL ")[1:]:
-            name, _, text = kernel.partition("\n")
-            source = re.search(r"_\d+_(\w+)_cu_[0-9a-f]{8}", name)
-            assert source is not None, f"of which file is {name}?"
-            self.texts[plain(name)] = plain(text)
-            self.sources[plain(name)] = f"{source[1]}.cu"
-        path.unlink()
+def kernels_of(object_file: Path) -> dict[str, str]:
+    """The PTX of each kernel in an object, after what the file declares for all of them."""
+    found = {}
+    for ptx in re.findall(rb"\.version [^\0]*", object_file.read_bytes()):
+        declared, *kernels = plain(ptx.decode()).split(".entry ")
+        found.update({text[: text.index("(")]: declared + text for text in kernels})
+    return found
 
 
 def host_code(object_file: Path) -> str:
@@ -87,35 +79,29 @@ def host_code(object_file: Path) -> str:
 def changed_kernels(library: Path, arch: str, before: Path) -> dict[str, str]:
     """The kernels of a library that differ from those of the sources in `before`, and their sources."""
     changed = changed_sources(before)
-    folder = library.parent / "before"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for path in library.parent.glob("*.o"):
-        if f"{path.stem}.cu" not in changed:
-            shutil.copy(path, folder)
-    code = f"arch=compute_{arch},code=compute_{arch}"
-    there = [before / "cuda" / name for name in changed if (before / "cuda" / name).is_file()]
-    build.run_all(build.nvcc_command(source, folder, before, code) for source in there)
-    old, new = Kernels(build.link(folder)), Kernels(library)
-
-    def has_same_launchers(source: str) -> bool:
-        objects = [(at / source).with_suffix(".o") for at in (folder, library.parent)]
-        return all(path.is_file() for path in objects) and host_code(objects[0]) == host_code(objects[1])
-
-    others = {source for source in changed if not has_same_launchers(source)}
-    return {
-        name: new.sources[name]
-        for name, text in new.texts.items()
-        if old.texts.get(name) != text or new.sources[name] in others
-    }
+    folder = before.with_name(f"objects_{arch}")
+    if not folder.is_dir():
+        made = before.with_name("objects")
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir()
+        code = f"arch=compute_{arch},code=compute_{arch}"
+        there = [before / "cuda" / name for name in changed if (before / "cuda" / name).is_file()]
+        build.run_all(build.nvcc_command(source, made, before, code) for source in there)
+        made.rename(folder)
+    found = {}
+    for name in changed:
+        old, new = ((at / name).with_suffix(".o") for at in (folder, library.parent))
+        before_it, after_it = (kernels_of(path) if path.is_file() else {} for path in (old, new))
+        has_same_launchers = old.is_file() and new.is_file() and host_code(old) == host_code(new)
+        for kernel, text in after_it.items():
+            if before_it.get(kernel) != text or not has_same_launchers:
+                found[kernel] = name
+    return found
 
 
-def launched(record: Path, shim: Path) -> dict[str, set[str]]:
-    """The kernels that each case launched on the shim."""
+def launched(record: Path, shim: Path) -> dict[str, list[str]]:
+    """The kernels that each case launched on the shim, from their addresses in the record."""
     symbols = [line.split() for line in output("nm", shim).splitlines()]
     names = {int(symbol[0], 16): plain(symbol[2]) for symbol in symbols if len(symbol) == 3}
-    found = {}
-    for line in record.read_text().splitlines():
-        case, *addresses = line.split("\t")
-        found[case] = {names[int(address, 16)] for address in addresses}
-    return found
+    lines = (line.split("\t") for line in record.read_text().splitlines())
+    return {case: sorted(names[int(address, 16)] for address in addresses) for case, *addresses in lines}

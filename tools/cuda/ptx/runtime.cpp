@@ -260,21 +260,6 @@ int ptxrun_parse_all() {
   }
   return bad;
 }
-// The text of every kernel and the shared variables of its module, after a line with its name.
-void ptxrun_write_texts(const char* path) {
-  FILE* file = fopen(path, "w");
-  if (file == nullptr) return;
-  for (auto& module : modules()) {
-    for (auto& [name, k] : module->kernels) {
-      fprintf(file, "KERNEL %s\n", name.c_str());
-      for (auto& [variable, words] : module->shared) {
-        for (const std::string& word : words) fprintf(file, "%s ", word.c_str());
-      }
-      fprintf(file, "%s\n", k.text.c_str());
-    }
-  }
-  fclose(file);
-}
 int ptxrun_kernel_count() {
   int count = 0;
   for (auto& module : modules()) count += static_cast<int>(module->kernels.size());
