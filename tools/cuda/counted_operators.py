@@ -35,7 +35,8 @@ ROW_LOSS = [
     ("poly", "float32", (16896, 1000), ""), ("poly", "bfloat16", (16896, 1000), ""),
     ("poly", "float32", (135168, 10), ""), ("dual", "float32", (16896, 1000), ""),
     ("brier", "float32", (16896, 1000), ""), ("focal", "float32", (16896, 1000), " smooth"),
-    ("focal", "float32", (135168, 10), " smooth"), ("focal", "float32", (16896, 1000), " smooth gamma 0"),
+    ("focal", "bfloat16", (16896, 1000), " smooth"), ("focal", "float32", (135168, 10), " smooth"),
+    ("focal", "float32", (16896, 1000), " smooth gamma 0"),
     ("focal", "float32", (16896, 1000), " probabilities"), ("focal", "bfloat16", (16896, 1000), " probabilities"),
 ]  # fmt: skip
 # Targets of the type of the logits, hard or soft; a label for each row; or a label for each pixel of 128 images. The
