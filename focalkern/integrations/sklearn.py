@@ -278,7 +278,7 @@ def _labels_of_frozen(
     estimator: Any, classes: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The classes of a frozen classifier, and the labels as their indices."""
-    known = np.asarray(getattr(estimator, "classes_", classes))
+    known = np.unique(getattr(estimator, "classes_", classes))
     unknown = np.setdiff1d(classes, known)
     if len(unknown):
         raise ValueError(
@@ -338,15 +338,15 @@ def _logits(classifier: Any, X: Any, *, response: str, classes: Any, kind: str, 
         share = np.where(zero, floor, n_classes * little).astype(found.dtype)
         found = np.logaddexp(found + np.log1p(-share), np.log(share / n_classes))
         found = np.exp(found) if kind == "probs" else found
-    if found.ndim == 1 and len(classes) == 2 and len(classifier.classes_) == 2:
-        return found
     seen = np.searchsorted(classes, classifier.classes_)
+    if found.ndim == 1 and len(classes) == 2 and len(seen) == 2:
+        return found if seen[1] else -found
     if found.ndim != 2 or found.shape[1] != len(seen):
         raise ValueError(
             f"CalibratedClassifier: {response} of {type(classifier).__name__} must be [N, {len(seen)}], got "
             f"{list(found.shape)}"
         )
-    if len(seen) == len(classes):
+    if np.array_equal(seen, np.arange(len(classes))):
         return found
     whole = np.empty((len(found), len(classes)), found.dtype)
     whole[:] = little if kind == "probs" else found.min(1, keepdims=True) - 10.0

@@ -233,6 +233,34 @@ def test_a_frozen_classifier_keeps_a_class_that_the_rows_lack():
         fk.CalibratedClassifier(frozen).fit(X, names)
 
 
+class InReverse(ClassifierMixin, BaseEstimator):
+    """A classifier whose classes_ are not sorted."""
+
+    def fit(self, X, y):
+        self.inner_ = LogisticRegression().fit(X, y)
+        self.classes_ = self.inner_.classes_[::-1]
+        return self
+
+    def decision_function(self, X):
+        found = self.inner_.decision_function(X)
+        return -found if found.ndim == 1 else found[:, ::-1]
+
+    def predict(self, X):
+        return self.inner_.predict(X)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_classes_of_a_classifier_may_have_any_order(n_classes, is_frozen):
+    X, y = make_classification(300, n_informative=6, n_classes=n_classes, random_state=0)
+    estimators = [InReverse(), LogisticRegression()]
+    if is_frozen:
+        estimators = [FrozenEstimator(estimator.fit(X, y)) for estimator in estimators]
+    reverse, expected = (fk.CalibratedClassifier(estimator).fit(X, y) for estimator in estimators)
+    assert reverse.classes_.tolist() == expected.classes_.tolist() == list(range(n_classes))
+    assert reverse.predict_proba(X) == pytest.approx(expected.predict_proba(X), abs=1e-6)
+
+
 @pytest.mark.parametrize("n_classes", [2, 3, 4])
 def test_scores_of_pairs_of_classes_are_no_logits(n_classes):
     """Three classes have three pairs: their scores would be read as logits, and all probabilities become equal."""
