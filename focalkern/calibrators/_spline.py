@@ -61,8 +61,8 @@ class SplineScaling(FitsBatches):
     row of ``fit`` has its label there: then -inf is the logarithm of such a zero and counts as e / C too.
 
     Args:
-        kind: ``"scalar"``, ``"vector"`` or ``"matrix"``. ``fit`` of a matrix keeps about 45 matrices [C, C] of float64:
-            0.4 GB for 1000 classes, 6 GB for 4000.
+        kind: ``"scalar"``, ``"vector"`` or ``"matrix"``. ``fit`` of a matrix keeps more than 20 matrices [C, C] of
+            float64: over 2.5 GB for 4000 classes.
         keep_order: keep the order of the classes of every row, so that no predicted class changes. None is True for
             ``"scalar"`` and False for the other kinds, which cannot keep it. False fits the free curve, which may
             reverse a binary classifier that is wrong in more than half of the rows.
