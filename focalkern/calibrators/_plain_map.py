@@ -38,7 +38,7 @@ def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor,
     log_u, focal = _terms(log_q.exp(), gamma)
     # 1 - q cancels as q -> 1. For the one class with q > 0.6, log_u is the log-sum-exp of the others: of any of them,
     # its value before a softmax minus its value after. Not torch.logsumexp: onnxruntime computes it without a
-    # shift if the first value is -inf, other runtimes always.
+    # shift if the first value is -inf, some other runtimes always.
     is_likely = log_q > -0.5
     others = log_q.masked_fill(is_likely, -1e30)  # not -inf, because it may be the only possible class
     log_u_likely = others.amax(-1, keepdim=True) - others.log_softmax(-1).amax(-1, keepdim=True)
