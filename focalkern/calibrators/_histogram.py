@@ -42,9 +42,10 @@ class HistogramBinning(Calibrator):
 
     Args:
         n_bins: M >= 1.
-        binning: ``"equal_mass"``: the sorted rows of ``fit`` are cut into M parts whose sizes differ by at most one; an
-            edge is half-way between two confidences. Confidences that are equal, or differ only by rounding, stay
-            together in the lower bin; a bin that gets no rows this way has width 0. ``"equal_width"``: (k/M, (k+1)/M].
+        binning: ``"equal_mass"``: bin k of M ends with the sorted row that reaches the share k/M of the rows (of their
+            weight); the edge is half-way to the next confidence. Confidences that are equal, or differ only by
+            rounding, stay together in the lower bin; a bin that gets no rows this way has width 0.
+            ``"equal_width"``: (k/M, (k+1)/M].
             In both, the first bin begins at 0 and the last ends at 1.
         scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`; a copy of it is fitted on the same
             rows before the bins. None bins the uncalibrated probabilities.
@@ -127,18 +128,13 @@ class HistogramBinning(Calibrator):
             cuts = torch.arange(1, n_bins, dtype=torch.float64) / n_bins
         else:
             ordered, order = (part.cpu() for part in confidence.to(torch.float64).sort(stable=True))
-            if rows.weight is None:
-                sizes = torch.full((n_bins,), len(ordered) // n_bins)
-                sizes[: len(ordered) % n_bins] += 1
-                after = sizes.cumsum(0)[:-1]
-            else:  # the row that reaches a bin's share of the weight is its last row
-                reached = rows.weight.cpu()[order].cumsum(0)
-                shares = torch.arange(1, n_bins, dtype=torch.float64) / n_bins * reached[-1]
-                after = (torch.searchsorted(reached, shares * (1 - 1e-12)) + 1).clamp(max=len(ordered))
+            # The row that reaches a bin's share of the weight is its last row.
+            reached = (torch.ones_like(ordered) if rows.weight is None else rows.weight.cpu()[order]).cumsum(0)
+            shares = torch.arange(1, n_bins, dtype=torch.float64) / n_bins * reached[-1]
+            after = (torch.searchsorted(reached, shares * (1 - 1e-12)) + 1).clamp(max=len(ordered))
             # Confidences that differ by their rounding are equal, and stay together.
             equal = ordered[after - 1] * (1 + 16 * torch.finfo(confidence.dtype).eps)
             after = torch.searchsorted(ordered, equal, right=True)
-            # With more bins than rows the last bins are empty, up to 1.
             cuts = (ordered[after - 1] + torch.cat([ordered, ordered.new_ones(1)])[after]) / 2
         index = bin_of(confidence.unsqueeze(-1), cuts.to(confidence.device)).squeeze(-1).cpu()
         correct = (top.squeeze(-1) == target).to(torch.float64).cpu()

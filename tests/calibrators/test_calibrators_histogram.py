@@ -1,7 +1,6 @@
 """Histogram binning: bins compared with a loop, samples on edges, and changed predictions."""
 
 import copy
-import itertools
 import json
 import math
 from fractions import Fraction
@@ -38,8 +37,9 @@ def by_loop(probs, target, n_bins, binning):
     if binning == "equal_width":
         edges = [k / n_bins for k in range(n_bins + 1)]
     else:
-        parts = np.array_split(np.sort(confidence), n_bins)
-        edges = [0.0] + [(a[-1] + b[0]) / 2 for a, b in itertools.pairwise(parts)] + [1.0]
+        ordered = [*np.sort(confidence), 1.0]
+        last = [-(-k * len(confidence) // n_bins) - 1 for k in range(1, n_bins)]
+        edges = [0.0] + [(ordered[i] + ordered[i + 1]) / 2 for i in last] + [1.0]
     values = []
     for k in range(n_bins):
         inside = [i for i, c in enumerate(confidence) if edges[k] < c <= edges[k + 1] or (k == 0 and c == 0)]
