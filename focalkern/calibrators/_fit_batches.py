@@ -14,7 +14,14 @@ from focalkern.calibrators._batch_checks import RowSample, SameRows
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._parameters import is_assumed
-from focalkern.calibrators._row_source import Batch, BatchedRows, class_counts, rank_and_size, sum_over_group
+from focalkern.calibrators._row_source import (
+    Batch,
+    BatchedRows,
+    class_counts,
+    ends_all_ranks,
+    rank_and_size,
+    sum_over_group,
+)
 from focalkern.calibrators._warnings import warn
 
 __all__ = ["FitsBatches"]
@@ -52,6 +59,7 @@ class FitsBatches(Calibrator):
             ValueError: no rows; other rows, or another order, in a later pass; batches or processes with different
                 numbers of classes; NaN or +inf logits; an option or parameter outside its domain.
             IndexError: a target outside [0, C).
+            RuntimeError: another process raised an error while it read its batches.
 
         Example:
             >>> labels = torch.arange(300) % 3
@@ -114,18 +122,19 @@ def _counted(name: str, read: Callable[[], Iterator[FitData]], *, assumed: bool)
     rank, size = rank_and_size()
     facts = torch.zeros(size, 2, dtype=torch.float64)  # rows and classes of every process
     device = torch.device("cpu")
-    for place, data in enumerate(read()):
-        n_classes = data.input.shape[1]
-        if facts[rank, 1] not in (0, n_classes):
-            raise ValueError(
-                f"{name}: every batch must have {int(facts[rank, 1])} classes as the first, got {n_classes} in batch "
-                f"{place}"
-            )
-        if place == 0:
-            device = data.input.device
-            if assumed:
-                refuse_probs(name, data.input)
-        facts[rank] = torch.tensor([float(facts[rank, 0]) + len(data.target), float(n_classes)])
+    with ends_all_ranks():
+        for place, data in enumerate(read()):
+            n_classes = data.input.shape[1]
+            if facts[rank, 1] not in (0, n_classes):
+                raise ValueError(
+                    f"{name}: every batch must have {int(facts[rank, 1])} classes as the first, got {n_classes} in "
+                    f"batch {place}"
+                )
+            if place == 0:
+                device = data.input.device
+                if assumed:
+                    refuse_probs(name, data.input)
+            facts[rank] = torch.tensor([float(facts[rank, 0]) + len(data.target), float(n_classes)])
     facts = sum_over_group(facts)
     known = facts[:, 1][facts[:, 1] > 0].unique()
     if len(known) == 0 or float(facts[:, 0].sum()) == 0:
@@ -136,9 +145,10 @@ def _counted(name: str, read: Callable[[], Iterator[FitData]], *, assumed: bool)
 
     def numbered() -> Iterator[Batch]:
         number = first
-        for data in read():
-            after = number + len(data.target)
-            yield data.input, data.target, data.weight, torch.arange(number, after, device=data.input.device)
-            number = after
+        with ends_all_ranks():
+            for data in read():
+                after = number + len(data.target)
+                yield data.input, data.target, data.weight, torch.arange(number, after, device=data.input.device)
+                number = after
 
     return BatchedRows(numbered, int(known[0]), sum_over_group, device=device)

@@ -1,5 +1,6 @@
 """Sources of rows for fits by sums over rows: in memory or read in batches, of one process or of several."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ __all__ = [
     "PartOf",
     "RowSource",
     "class_counts",
+    "ends_all_ranks",
     "fold_by_fold",
     "memory_rows",
     "rank_and_size",
@@ -80,17 +82,48 @@ def unchanged(sums: Tensor) -> Tensor:
 def sum_over_group(sums: Tensor) -> Tensor:
     """The sum over the processes of the default group of torch.distributed, with the same bits on each.
 
-    Without a group, or with one process, it is the tensor itself.
+    Without a group, or with one process, it is the tensor itself. RuntimeError if a process has left
+    :func:`ends_all_ranks` by an error.
     """
+    if rank_and_size()[1] == 1:
+        return sums
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return sums
-    nccl = "nccl" in dist.get_backend()
-    moved = sums.to(torch.device("cuda", torch.cuda.current_device()) if nccl else _CPU, copy=True)
+    if failed := _last_failed_rank(False):
+        raise RuntimeError(f"rank {failed - 1} raised an error, which its own output shows; no rank has a result")
+    moved = sums.to(_device_of_group(), copy=True)
     dist.all_reduce(moved)
     dist.broadcast(moved, 0)
     return moved.to(sums.device)
+
+
+@contextlib.contextmanager
+def ends_all_ranks() -> Iterator[None]:
+    """After an error in this block, the next sum of every other process raises: else it would wait until its timeout.
+
+    The processes must have the same number of sums before the block, and one after it.
+    """
+    try:
+        yield
+    except Exception:
+        if rank_and_size()[1] > 1:
+            _last_failed_rank(True)
+        raise
+
+
+def _last_failed_rank(failed: bool) -> int:
+    """1 + the highest rank that passes True, 0 if none does."""
+    import torch.distributed as dist
+
+    highest = torch.tensor(dist.get_rank() + 1 if failed else 0, device=_device_of_group())
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return int(highest)
+
+
+def _device_of_group() -> torch.device:
+    import torch.distributed as dist
+
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else _CPU
 
 
 def rank_and_size() -> tuple[int, int]:

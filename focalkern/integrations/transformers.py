@@ -11,7 +11,7 @@ from torch import Tensor
 
 from focalkern._checks import flag, integer
 from focalkern.calibrators import TemperatureScaling
-from focalkern.calibrators._row_source import rank_and_size, sum_over_group
+from focalkern.calibrators._row_source import ends_all_ranks, rank_and_size, sum_over_group
 from focalkern.gamma import GammaTable
 from focalkern.integrations import _own_loss
 from focalkern.integrations._focal_of_model import FeaturesInTraining, FocalLossOfModel
@@ -145,10 +145,11 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     The callback reads the logits of the evaluation's forward passes. It adds three numbers to the result of
     ``trainer.evaluate()`` and to the last entry of ``trainer.state.log_history``: the mean negative log-likelihood in
     nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature above 1 means
-    that the model is over-confident. NaN logits make all three NaN. With several evaluation
-    sets, the names have the prefix of the set, such as ``eval_name_nll``. Labels are shifted to the next token if the
-    model's own loss shifts them. In distributed training every process has the numbers of the first, from its rows, so
-    that all stop early or save at the same step. All processes need the callback.
+    that the model is over-confident. NaN logits make all three NaN. If a label has the logit -inf, the NLL is infinite
+    and the temperature NaN. With several evaluation sets, the names have the prefix of the set, such as
+    ``eval_name_nll``. Labels are shifted to the next token if the model's own loss shifts them. In distributed training
+    every process has the numbers of the first, from its rows, so that all stop early or save at the same step. All
+    processes need the callback.
 
     Pass the callback as ``Trainer(callbacks=[...])``. If ``trainer.add_callback`` adds it, the first evaluation before
     training has no numbers. With ``compute_loss_func`` or ``label_smoothing_factor``, ``Trainer`` passes no labels to
@@ -227,14 +228,16 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
         """Whether there are numbers, and the three numbers: those of the first process, on every process."""
         found = torch.zeros(4, dtype=torch.float64)
         if kept and rank_and_size()[0] == 0:
-            logits = torch.cat([rows for rows, _ in kept])[: self.max_samples]
-            labels = torch.cat([targets for _, targets in kept])[: self.max_samples]
-            log_probs = logits.log_softmax(-1)
-            found[0], found[1:] = 1.0, math.nan  # of a training that has diverged, which goes on
-            if not bool(log_probs.isnan().any()):
-                found[1] = nll(log_probs, labels, log=True)
-                found[2] = expected_calibration_error(logits.softmax(-1), labels, n_bins=self.n_bins)
-                found[3] = TemperatureScaling().fit_quietly(logits, labels).temperature_
+            with ends_all_ranks():
+                logits = torch.cat([rows for rows, _ in kept])[: self.max_samples]
+                labels = torch.cat([targets for _, targets in kept])[: self.max_samples]
+                log_probs = logits.log_softmax(-1)
+                found[0], found[1:] = 1.0, math.nan  # of a training that has diverged, which goes on
+                if not bool(log_probs.isnan().any()):
+                    found[1] = nll(log_probs, labels, log=True)
+                    found[2] = expected_calibration_error(logits.softmax(-1), labels, n_bins=self.n_bins)
+                    if bool(found[1].isfinite()):
+                        found[3] = TemperatureScaling().fit_quietly(logits, labels).temperature_
         figures: list[float] = sum_over_group(found).tolist()
         return figures
 

@@ -1,6 +1,7 @@
 """Hugging Face transformers with the focal loss: all calls of models to their loss, Trainer, and the callback."""
 
 import copy
+import math
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -241,6 +242,15 @@ def test_each_evaluation_set_has_its_own_figures(tmp_path):
     for name in sets:
         assert result[f"eval_{name}_nll"] == pytest.approx(result[f"eval_{name}_loss"], rel=1e-5)
     assert "test_ece" in trainer.evaluate(sets["a"], metric_key_prefix="test")
+
+
+def test_a_masked_label_does_not_end_the_training():
+    callback, metrics = CalibrationCallback(), {"eval_runtime": 0.0}
+    callback._kept = [(torch.tensor([[1.0, -torch.inf, 0.0], [0.0, 2.0, 1.0]]), torch.tensor([1, 1]))]
+    callback.on_evaluate(None, transformers.TrainerState(), None, metrics)
+    assert metrics["eval_nll"] == torch.inf
+    assert 0 < metrics["eval_ece"] < 1
+    assert math.isnan(metrics["eval_temperature"])
 
 
 def evaluate_part(rank, store):

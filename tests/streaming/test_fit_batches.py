@@ -2,8 +2,10 @@
 
 import datetime
 import functools
+import itertools
 import multiprocessing
 import os
+import time
 import warnings
 
 import pytest
@@ -297,7 +299,32 @@ def process(rank, store, folder):
     one = slice(0, 0) if rank == 0 else slice(None)  # the first process has no rows
     calibrator = fk.SplineScaling().fit_batches([(logits[one], target[one])])
     torch.save(calibrator.predict_log_proba(logits), f"{folder}/one-{rank}.pt")
+    torch.save([message_of(batches) for batches in failing(rank)], f"{folder}/failures-{rank}.pt")
     dist.destroy_process_group()
+
+
+def failing(rank):
+    """Batches that are invalid for the second process: in the first pass and in later passes."""
+    logits, target = rows()
+    nan = torch.where(torch.arange(len(logits))[:, None] == 600, torch.nan, logits)
+    yield in_batches(logits if rank == 0 else nan, target)
+    for valid in (1, 3):
+        passes = itertools.count()
+
+        def read(valid=valid, passes=passes):
+            shuffled = rank == 1 and next(passes) >= valid
+            return iter(in_batches(logits.roll(int(shuffled), 0), target))
+
+        yield read
+
+
+def message_of(batches):
+    start = time.monotonic()
+    try:
+        fk.SplineScaling().fit_batches(batches)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "no error", "", 0.0
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
@@ -329,3 +356,7 @@ def test_two_processes_fit_the_calibrator_of_one(tmp_path):
         expected = fk.SplineScaling().fit(*rows_in_another_order()).warnings_
     for rank in (0, 1):
         assert torch.load(tmp_path / f"warnings-{rank}.pt") == expected
+    first, second = (torch.load(tmp_path / f"failures-{rank}.pt") for rank in (0, 1))
+    assert [kind for kind, _, _ in second] == ["ValueError"] * 3
+    assert all(kind == "RuntimeError" and words.startswith("rank 1 raised an error") for kind, words, _ in first)
+    assert max(seconds for *_, seconds in [*first, *second]) < PATIENCE / 4
