@@ -15,11 +15,11 @@ from focalkern._types import STEEPEST_INVERSE_GAMMA, Reduction, compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.losses._adafocal_state import AdaFocalRecord, packed, unpacked
 from focalkern.losses._base import check_pair, check_range, described, number
-from focalkern.losses._focal import FocalFamily
+from focalkern.losses._known_table import KnownTable
 from focalkern.metrics import reliability_bins
 
 
-class AdaFocalLoss(FocalFamily):
+class AdaFocalLoss(KnownTable):
     r"""AdaFocal: one gamma per bin of confidence, adapted to the calibration error of the bin on validation samples.
 
     .. math::
@@ -124,14 +124,23 @@ class AdaFocalLoss(FocalFamily):
                 "the inverse focal loss changes sign near p = 0.28",
                 stacklevel=2,
             )
-        self.register_buffer("bin_edges", torch.arange(self.n_bins + 1, dtype=torch.float64) / self.n_bins)
-        self.register_buffer("bin_gammas", torch.full((self.n_bins,), self.gamma_init, dtype=torch.float64))
         self.history: list[AdaFocalRecord] = []
         self._confidence: list[Tensor] = []
         self._correct: list[Tensor] = []
+        for name, values in zip(self._exact_buffers, self._first_table(), strict=True):
+            self.register_buffer(name, values)
+        self._mark_if_meta()
 
     def _gamma(self) -> GammaTable:
         return self._table()
+
+    def _first_table(self, device: str | None = None) -> tuple[Tensor, Tensor]:
+        edges = torch.arange(self.n_bins + 1, dtype=torch.float64, device=device) / self.n_bins
+        return edges, torch.full((self.n_bins,), self.gamma_init, dtype=torch.float64, device=device)
+
+    def _known_table(self) -> tuple[Tensor, Tensor]:
+        last = self.history[-1] if self.history else None
+        return (last.bin_edges.clone(), last.bin_gammas.clone()) if last else self._first_table("cpu")
 
     def _settings(self) -> dict[str, object]:
         names = ("n_bins", "lam", "gamma_init", "gamma_max", "gamma_min", "switch")
@@ -316,7 +325,7 @@ class AdaFocalLoss(FocalFamily):
 
     def _adapt(self, edges: Tensor, confidence: Tensor, accuracy: Tensor, count: Tensor | None) -> AdaFocalRecord:
         """The update rule for checked arguments. Statistics are float64 on the CPU, NaN in empty bins."""
-        gamma = self.bin_gammas.detach().double().cpu()
+        gamma = self._table().gammas.detach().double().cpu()
         error = confidence - accuracy
         sign = torch.where(gamma > 0, 1.0, -1.0).double()
         updated = torch.where(gamma == 0, 0.0, gamma * (self.lam * sign * error).exp())
@@ -332,12 +341,17 @@ class AdaFocalLoss(FocalFamily):
 
     # -- saved state ---------------------------------------------------------------------------------------------------
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._table()  # fills the buffers
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def get_extra_state(self) -> Tensor:
         return packed(self.n_bins, self.history, self._confidence, self._correct)
 
     def set_extra_state(self, state: Any) -> None:
         self.history, confidence, correct = unpacked(self.n_bins, state)
         self._confidence, self._correct = [confidence], [correct]
+        self._is_lost = False  # the state has a table, too
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)

@@ -1,22 +1,23 @@
 """FLSDLoss: a gamma per bin of the target's probability; the table is a setting of the constructor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from focalkern._devices import cpu_by_default, on_device
+from focalkern._devices import cpu_by_default
 from focalkern._tracing import is_readable
 from focalkern._types import Reduction
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import described, digits
 from focalkern.losses._focal import FocalLoss
+from focalkern.losses._known_table import KnownTable
 
 _FLSD_53_GAMMAS = (5.0, 3.0)
 
 
-class FLSDLoss(FocalLoss):
+class FLSDLoss(KnownTable, FocalLoss):
     r"""Focal loss whose gamma is a step function of the probability p of the target class.
 
     .. math:: L = -(1 - p)^{\gamma(p)} \log p, \qquad
@@ -83,27 +84,20 @@ class FLSDLoss(FocalLoss):
                 table = GammaTable(edges, gammas)
         if is_readable(table.edges) and is_readable(table.gammas):
             self._numbers = (table.edges.tolist(), table.gammas.tolist())
+        self._mark_if_meta()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FLSDLoss":
-        had_no_values = self.get_buffer("edges").is_meta
-        super()._apply(fn, recurse)
-        if had_no_values:
-            self._restore(self.get_buffer("edges").device)
-        return self
-
-    def _table_beside(self, input: Tensor, table: GammaTable) -> GammaTable:
-        if table.edges.is_meta and not input.is_meta:
-            self._restore(input.device)
-        return super()._table_beside(input, self._table())
-
-    def _restore(self, device: torch.device) -> None:
-        """Fills the table of a module from the meta device. It is not in a state, so that no checkpoint does."""
-        for name, numbers in zip(self._exact_buffers, self._numbers or (), strict=False):
-            dtype = self.get_buffer(name).dtype
-            self._buffers[name] = on_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
+    def _known_table(self) -> tuple[Tensor, Tensor] | None:
+        if self._numbers is None:
+            return None
+        edges, gammas = (
+            torch.tensor(numbers, dtype=self.get_buffer(name).dtype, device="cpu")
+            for name, numbers in zip(self._exact_buffers, self._numbers, strict=True)
+        )
+        return edges, gammas
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)
+        self._table()  # fills the buffers
         # A checkpoint with another table belongs to another loss.
         for name in self._optional_state & state.keys():
             own, found = self.get_buffer(name), state[name]

@@ -59,8 +59,9 @@ class FocalFamily(Loss):
             return table
         if torch.compiler.is_compiling():  # a graph must not have side effects
             return GammaTable._unchecked(table.edges.to(input.device), table.gammas.to(input.device))
-        for name in self._exact_buffers:
-            self._buffers[name] = self.get_buffer(name).to(input.device)
+        with torch.inference_mode(False):  # training must be able to save the buffers
+            for name in self._exact_buffers:
+                self._buffers[name] = self.get_buffer(name).to(input.device)
         return GammaTable._unchecked(*(self.get_buffer(name) for name in self._exact_buffers))
 
     def _set_extras(self, z_loss: float, return_stats: bool) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -31,20 +32,46 @@ def test_copies_pickles_and_checkpoints(name):
     assert torch.equal(fresh(input, target), expected)
 
 
-@pytest.mark.parametrize("make", [fk.FLSDLoss, lambda: fk.FLSDLoss([0.0, 0.5, 1.0], [1.0, -1.0])])
+@pytest.mark.parametrize("make", [fk.FLSDLoss, lambda: fk.FLSDLoss([0.0, 0.5, 1.0], [1.0, -1.0]), fk.AdaFocalLoss])
 def test_the_table_of_a_loss_from_the_meta_device(make):
-    """No state contains it, so the loss keeps its numbers."""
+    """The constructor determines it, so that the loss needs no state."""
     input, target = batch(dtype=torch.float32)
     expected = make()(input, target)
     with torch.device("meta"):
-        made = [make() for _ in range(3)]
+        made = [make() for _ in range(6)]
     made[0].to_empty(device="cpu")
     made[1].load_state_dict(make().state_dict(), assign=True)
     made[2] = copy.deepcopy(made[2])
+    for name in made[3]._exact_buffers:  # as from_pretrained of transformers does
+        setattr(made[3], name, torch.full_like(made[3].get_buffer(name), math.nan, device="cpu"))
+    made[4] = torch.compile(copy.deepcopy(made[3]), backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        made[5](input, target)
     for loss in (*made, make().to("meta").to_empty(device="cpu"), make().to("meta")):
         assert torch.equal(loss(input, target), expected)
-        assert repr(loss) == repr(make())
+        loss(input, target).backward()
+        assert repr(getattr(loss, "_orig_mod", loss)) == repr(make())
     assert make().to("meta")(input.to("meta"), target.to("meta")).is_meta
+
+
+def test_the_table_from_the_meta_device_is_that_of_the_last_update():
+    """Uninitialised memory must not enter an update or a state. A loaded table stays, whatever the history."""
+    input, target = batch(dtype=torch.float32)
+    expected = fk.AdaFocalLoss()
+    state, record = copy.deepcopy(expected.state_dict()), expected.update(input, target)
+    with torch.device("meta"):
+        loss = fk.AdaFocalLoss()
+    for name in loss._exact_buffers:
+        setattr(loss, name, torch.full_like(loss.get_buffer(name), math.nan, device="cpu"))
+    saved, updated = copy.deepcopy(loss), copy.deepcopy(loss)
+    assert all(torch.equal(saved.state_dict()[name], state[name]) for name in state)
+    updated.update(input, target)
+    assert torch.equal(updated.bin_gammas, record.bin_gammas)
+    updated.to("meta").to_empty(device="cpu")
+    assert torch.equal(updated.bin_gammas, record.bin_gammas)
+    loss.load_state_dict(expected.state_dict() | {"bin_gammas": torch.full((15,), 2.5, dtype=torch.float64)})
+    loss(input, target)
+    assert loss.bin_gammas.unique().tolist() == [2.5]
 
 
 def test_settings_are_shown():
@@ -91,11 +118,13 @@ def test_a_schedule_goes_to_the_device_of_the_logits(make, monkeypatch):
     given = []
     monkeypatch.setattr(make, "_loss", lambda self, input, target, gamma: given.append(gamma))
     loss = make(weight=torch.ones(3))
-    with FakeTensorMode(allow_non_fake_inputs=True):  # CUDA tensors without CUDA
+    # CUDA tensors without CUDA, in an evaluation before the training
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         loss(torch.zeros(4, 3, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda"))
     assert given[0].edges.device.type == given[0].gammas.device.type == "cuda"
     kept = {name: buffer for name, buffer in loss.named_buffers() if name != "weight"}
     assert {(buffer.device.type, buffer.dtype) for buffer in kept.values()} == {("cuda", torch.float64)}
+    assert not any(buffer.is_inference() for buffer in kept.values())  # training can save them for backward
     assert loss.weight.device.type == "cpu"  # the user's own tensor is not moved, as in cross-entropy
 
 

@@ -135,6 +135,36 @@ def test_hugging_face_trainer_of_a_classifier(tmp_path):
     assert_same_parameters(model, expected)
 
 
+@pytest.mark.parametrize("make", [fk.FLSDLoss, lambda: fk.AdaFocalLoss(n_bins=5)])
+def test_from_pretrained_keeps_the_table_of_a_loss_in_the_model(make, tmp_path):
+    """It fills buffers that the checkpoint lacks with uninitialised memory. No checkpoint has the table of FLSDLoss."""
+    transformers = peer("transformers")
+    x, y = samples()
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+        make_loss = torch.nn.CrossEntropyLoss
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.linear = torch.nn.Linear(6, 4)
+            self.criterion = self.make_loss()
+            self.post_init()
+
+    Model(transformers.PretrainedConfig()).save_pretrained(tmp_path / "backbone")
+    Model.make_loss = staticmethod(make)
+    model = Model.from_pretrained(tmp_path / "backbone")
+    logits = model.linear(x)
+    assert torch.equal(model.criterion(logits, y), make()(logits, y))
+    if isinstance(model.criterion, fk.AdaFocalLoss):
+        model.criterion.update(logits, y)
+    model.save_pretrained(tmp_path / "trained")
+    again = Model.from_pretrained(tmp_path / "trained")
+    assert torch.equal(again.criterion(logits, y), model.criterion(logits, y))
+    assert getattr(again.criterion, "n_accumulated", 0) == 0
+    assert len(getattr(again.criterion, "history", [])) == len(getattr(model.criterion, "history", []))
+
+
 # ---- Lightning ------------------------------------------------------------------------------------------------------
 
 
