@@ -74,8 +74,7 @@ def focal_loss(
         >>> fk.reference.focal_loss(logits, torch.tensor([0]), gamma=2.0)
         tensor(0.0041, dtype=torch.float64)
     """
-    class_dim = 0 if input.dim() == 1 else 1
-    z = input.to(compute_dtype(input.dtype)).movedim(class_dim, -1)
+    z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
     log_p, log_u = log_softmax_and_complement(z)
 
     factor_of = modulating_factor if modulation is None else confidence_factor
@@ -83,14 +82,12 @@ def focal_loss(
     if detach_modulation:
         factor = factor.detach()
     class_loss = -times_log(factor, log_p)
-    options = (input, target, weight, ignore_index, reduction, label_smoothing)
-    loss = reduce_classes(class_loss, *options)
+    loss = reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
     if z_loss:
         square = z_loss * torch.logsumexp(z, -1).square()
         if target.is_floating_point():
             return loss + reduce_rows(square, input, None, reduction)
-        # For labels, the term is passed as the loss of every class, so that reduce_classes applies the label's weight
-        # and ignore_index.
+        # As the loss of every class, the term gets the weight of the label, and ignore_index.
         of_class = square.unsqueeze(-1).expand_as(class_loss)
         loss = loss + reduce_classes(of_class, input, target, weight, ignore_index, reduction, 0.0)
     return loss
