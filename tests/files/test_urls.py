@@ -208,7 +208,7 @@ def test_a_sweep_reads_urls_and_goes_on(here, memory, tmp_path, monkeypatch):
     assert b"skip_instance_cache" not in b"".join(path.read_bytes() for path in (tmp_path / "sweep").rglob("*.*"))
     fsspec.filesystem("memory").pipe("/bucket/a.npz", (here / "part-1.npz").read_bytes())
     fresh = []
-    monkeypatch.setattr("focalkern.study.sweep.run_study", spied(fresh, fk.study.sweep.run_study))
+    monkeypatch.setattr("focalkern.study.network.run_study", spied(fresh, fk.study.network.run_study))
     again = fk.sweep(names, folder=tmp_path / "sweep")
     assert len(fresh) == 1 and again.networks[0]["n_test"] == 30 and again.networks[1] == found.networks[1]
 

@@ -49,6 +49,7 @@ STUDY = (
     "apply",
     "card",
     "engines",
+    "network",
     "sweep",
 )
 REPORT = ("html", "tables", "export", "explorer", "page", "sweep")

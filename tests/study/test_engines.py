@@ -16,8 +16,9 @@ import torch
 from conftest import peer
 
 import focalkern as fk
-from focalkern.study import engines
+from focalkern.study import engines, network
 from focalkern.study import sweep as sweep_module
+from focalkern.study.network import Task
 from focalkern.study.sweep import run_sweep, sweep_settings
 
 BAD = 3  # position of the file that cannot be read
@@ -122,7 +123,7 @@ class NoPickle:
 def test_dask_names_a_task_without_its_settings():
     """dask names a task by hashing the call: with pickled settings, hashing each of thousands of tasks takes long."""
     tokenize = peer("dask.tokenize").tokenize
-    one, other = (sweep_module._Task({**sweep_settings(), "labels": NoPickle()}, str, None) for _ in range(2))
+    one, other = (Task({**sweep_settings(), "labels": NoPickle()}, str, None) for _ in range(2))
     assert tokenize(one, ["a.npz"], 0) == tokenize(one, ["a.npz"], 0)
     assert len({tokenize(one, ["a.npz"], 0), tokenize(one, ["a.npz"], 1), tokenize(other, ["a.npz"], 0)}) == 3
 
@@ -177,9 +178,9 @@ def test_the_frame_and_the_table_have_a_row_for_every_failure(files):
 
 def test_a_network_has_one_thread_and_the_process_gets_its_own_back(files, monkeypatch):
     seen = []
-    run_study = sweep_module.run_study
+    run_study = network.run_study
     monkeypatch.setattr(
-        sweep_module, "run_study", lambda *a, **b: (seen.append(torch.get_num_threads()), run_study(*a, **b))[1]
+        network, "run_study", lambda *a, **b: (seen.append(torch.get_num_threads()), run_study(*a, **b))[1]
     )
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -194,7 +195,7 @@ def test_any_error_of_a_file_is_its_row(files, monkeypatch):
     def no_memory(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(sweep_module, "run_study", no_memory)
+    monkeypatch.setattr(network, "run_study", no_memory)
     found = fk.sweep(files[:2])
     assert found.failed[files[0]] == "RuntimeError DefaultCPUAllocator: can't allocate memory"
 
