@@ -13,8 +13,8 @@ from torch import Tensor
 from focalkern._checks import cut
 from focalkern._columns import kind_from_name
 from focalkern._types import FLOATS, INPUT_KINDS, InputKind
+from focalkern.files.errors import Hint, InputError
 from focalkern.files.paths import open_file
-from focalkern.files.samples import Hint, InputError
 
 __all__ = [
     "ARCHIVES",

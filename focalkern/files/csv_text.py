@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from focalkern._checks import parsed_float, short
+from focalkern.files.errors import InputError
 from focalkern.files.paths import open_file
-from focalkern.files.samples import InputError
 
 __all__ = ["TextTable", "read_text_table"]
 

@@ -12,10 +12,11 @@ from focalkern._arrays import flat_rows
 from focalkern._checks import not_floating
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, kind_of_file, rows_of_tensor
+from focalkern.files.errors import Hint, InputError
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import located, matches, name_of, suffix_of
 from focalkern.files.pixels import class_misfit, images_at_once, place_of
-from focalkern.files.samples import Hint, InputError, as_tensor, check_input_kind, check_options
+from focalkern.files.samples import as_tensor, check_input_kind, check_options
 from focalkern.files.shards import LOOK, STREAMED, Shard
 from focalkern.files.tables import OtherColumns, read_unlabelled
 

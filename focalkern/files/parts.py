@@ -13,8 +13,9 @@ from torch import Tensor
 
 from focalkern.files import urls
 from focalkern.files.arrays import READ_ERRORS, ArrayRows, unreadable
+from focalkern.files.errors import InputError
 from focalkern.files.paths import Url, open_file
-from focalkern.files.samples import InputError, as_tensor
+from focalkern.files.samples import as_tensor
 
 __all__ = ["BY_NAME", "open_npy", "open_safetensors", "open_zarr"]
 

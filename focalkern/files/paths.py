@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from focalkern.files import urls
-from focalkern.files.samples import InputError
+from focalkern.files.errors import InputError
 from focalkern.files.urls import Url, is_url
 
 __all__ = [

@@ -11,6 +11,7 @@ import torch
 from focalkern._checks import path_text
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, find_sets, kind_of_file, load_numpy
+from focalkern.files.errors import Hint, InputError
 from focalkern.files.parts import BY_NAME
 from focalkern.files.paths import (
     NamedFiles,
@@ -24,7 +25,7 @@ from focalkern.files.paths import (
     open_file,
     suffix_of,
 )
-from focalkern.files.samples import Hint, InputError, LogitSet, check_input_kind, check_options, checked_set
+from focalkern.files.samples import LogitSet, check_input_kind, check_options, checked_set
 from focalkern.files.shards import open_shards
 from focalkern.files.tables import check_column_names, read_arrow, read_csv
 

@@ -14,6 +14,7 @@ from focalkern._arrays import flat_rows
 from focalkern._checks import TO_INT, not_floating, path_text
 from focalkern._types import INPUT_KINDS, InputKind
 from focalkern.files.arrays import ArrayRows, find_sets, kind_of_file
+from focalkern.files.errors import Hint, InputError
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import (
     NamedFiles,
@@ -27,7 +28,7 @@ from focalkern.files.paths import (
     suffix_of,
 )
 from focalkern.files.pixels import PixelRows, class_misfit, label_misfit
-from focalkern.files.samples import Hint, InputError, check_input_kind, check_options, check_rows
+from focalkern.files.samples import check_input_kind, check_options, check_rows
 
 __all__ = [
     "STREAMED",

@@ -10,16 +10,9 @@ from focalkern._checks import parsed_float, short
 from focalkern._columns import ClassColumns, ColumnsError, class_columns, column_misfit
 from focalkern._types import InputKind
 from focalkern.files.csv_text import read_text_table
+from focalkern.files.errors import Hint, InputError
 from focalkern.files.paths import open_file, suffix_of
-from focalkern.files.samples import (
-    Hint,
-    InputError,
-    LogitSet,
-    check_input_kind,
-    check_options,
-    checked_set,
-    label_numbers,
-)
+from focalkern.files.samples import LogitSet, check_input_kind, check_options, checked_set, label_numbers
 
 __all__ = ["OtherColumns", "check_column_names", "from_frame", "read_arrow", "read_csv", "read_unlabelled"]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from focalkern.files.samples import InputError
+from focalkern.files.errors import InputError
 
 __all__ = ["Url", "contents", "exists", "fingerprint", "inside", "is_url", "matching", "part", "size"]
 
