@@ -15,6 +15,7 @@ __all__ = [
     "column_misfit",
     "kind_from_name",
     "other_order",
+    "pattern_of_classes",
 ]
 
 # Columns that other programs write next to the classes. Beside numbered columns, any other column is refused.
@@ -89,7 +90,8 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
 
     Args:
         names: names of all columns except the labels.
-        pattern: selects the columns of the classes by name, with ``*`` and ``?``. It does not decide their order.
+        pattern: selects the columns of the classes by name, with ``*`` and ``?``; or several names or patterns with
+            commas between them. It does not decide the order of the classes.
 
     Raises:
         ColumnsError: other columns next to the numbered ones; names such as ``id``; gaps in the numbers; repeated
@@ -97,9 +99,7 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
     """
     places = list(range(len(names)))
     if pattern is not None:
-        places = [place for place in places if fnmatch.fnmatchcase(names[place], pattern)]
-        if not places:
-            raise ColumnsError(f"expected columns that match {pattern!r}, found {_listed(names)}")
+        places = _matching(names, pattern)
     found = [names[place] for place in places]
     twice = sorted({name for name in found if found.count(name) > 1})
     if twice:
@@ -128,6 +128,29 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
         if odd:
             raise ColumnsError(f"expected only columns of classes and labels, found {_listed(odd)}")
     return ClassColumns(places, found)
+
+
+def _matching(names: Sequence[str], pattern: str) -> list[int]:
+    """The places of the names that match the pattern, or one of its parts between commas."""
+
+    def matching(one: str) -> set[int]:
+        return {place for place, name in enumerate(names) if fnmatch.fnmatchcase(name, one)}
+
+    parts = [pattern] if matching(pattern) else [one.strip() for one in pattern.split(",")]
+    for one in parts:
+        if not matching(one):
+            raise ColumnsError(f"expected columns that match {one!r}, found {_listed(names)}")
+    return sorted(set().union(*map(matching, parts)))
+
+
+def pattern_of_classes(names: Sequence[str]) -> str:
+    """A pattern for the columns that are probably the classes, in quotes, for the remedy of an error."""
+    numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
+    prefix = max(numbered, key=numbered.count, default="")
+    if numbered:
+        return f"'{prefix or '[0-9]'}*'"
+    listed = ",".join(name for name in names if not _NO_CLASS.fullmatch(name.strip()))
+    return f"'{listed}'" if 0 < len(listed) <= 60 and "'" not in listed else "'NAME,NAME,...'"
 
 
 def column_misfit(wanted: Sequence[str], found: Sequence[str]) -> str:

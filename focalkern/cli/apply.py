@@ -47,7 +47,9 @@ def add_parser(commands: Any) -> None:
         "--input-kind", choices=INPUT_KINDS, help="kind of the values in LOGITS (default: from its names)"
     )
     parser.add_argument(
-        "--logits-key", metavar="NAME", help="name of the array of logits; in tables, a pattern for the columns: 'p_*'"
+        "--logits-key",
+        metavar="NAME",
+        help="name of the array of logits; in tables, a pattern for the columns, or several: 'p_*', 'cat,dog'",
     )
     parser.add_argument(
         "--labels-key", metavar="NAME", help="in tables, the column of labels (default: label, labels or target)"

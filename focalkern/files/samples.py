@@ -41,6 +41,8 @@ class LogitSet:
         source: the file, as the user wrote it.
         part: description of the subset of the file; empty for all rows.
         classes: names of the columns of ``input`` in a table with named columns, else empty.
+        assumed_classes: whether ``classes`` are all columns but the labels, without a number, prefix or argument that
+            says so.
 
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3, dtype=np.float32), labels=np.arange(3))
@@ -58,6 +60,7 @@ class LogitSet:
     source: str
     part: str = ""
     classes: tuple[str, ...] = ()
+    assumed_classes: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)

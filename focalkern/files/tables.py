@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from focalkern._checks import parsed_float, short
-from focalkern._columns import ClassColumns, ColumnsError, class_columns, column_misfit
+from focalkern._columns import ClassColumns, ColumnsError, class_columns, column_misfit, pattern_of_classes
 from focalkern._types import InputKind
 from focalkern.files.csv_text import read_text_table
 from focalkern.files.errors import Hint, InputError
@@ -38,8 +38,9 @@ def from_frame(
     Args:
         frame: a column per class and a column of labels. Columns whose names are numbers, or share a prefix and end in
             a number, are the classes in the order of the numbers; other columns, in the order of the frame.
-        logits_key: a pattern with ``*`` and ``?`` for the columns of the classes: ``"p_*"``. None is all columns except
-            the labels; a column that is not a class (an index, an id, a prediction) is then an error.
+        logits_key: a pattern with ``*`` and ``?`` for the columns of the classes, or several with commas between them:
+            ``"p_*"``, ``"cat,dog"``. None is all columns except the labels; a column that is not a class (an index, an
+            id, a prediction) is then an error.
         labels_key: the column of the labels; None is ``label``, ``labels`` or ``target``. Labels are class numbers,
             also as floats, or the names of the columns. Any other names are the classes in alphabetical order, and all
             classes must occur.
@@ -159,7 +160,7 @@ def read_unlabelled(
     try:
         found = class_columns([names[place] for place in kept], logits_key)
     except ColumnsError as error:
-        hint = Hint("logits_key", f"'{_class_pattern(names)}'")
+        hint = Hint("logits_key", pattern_of_classes([names[place] for place in kept]))
         raise _columns_error(source, error, *(() if logits_key is not None else (hint,))) from error
     classes = [kept[place] for place in found.places]
     others = [place for place in range(len(names)) if place not in set(classes)]
@@ -198,13 +199,6 @@ def _check_header(source: str, names: Sequence[str]) -> None:
 
 def _is_label(name: str, labels_key: str | None) -> bool:
     return name == labels_key if labels_key is not None else name.strip().lower() in _LABEL_COLUMNS
-
-
-def _class_pattern(names: Sequence[str]) -> str:
-    """A pattern for the columns of the classes, or the word PATTERN."""
-    numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
-    prefix = max(numbered, key=numbered.count, default="")
-    return f"{prefix}*" if prefix else "[0-9]*" if numbered else "PATTERN"
 
 
 def _columns_error(source: str, error: ColumnsError, *hint: Hint) -> InputError:
@@ -269,7 +263,7 @@ class _Table:
         logits_key: str | None,
         labels_key: str | None,
     ) -> None:
-        self.source = source
+        self.source, self.assumed = source, logits_key is None
         _check_header(source, names)
         places = [place for place, name in enumerate(names) if _is_label(name, labels_key)]
         if len(places) != 1:
@@ -289,12 +283,13 @@ class _Table:
         try:
             found = class_columns([names[place] for place in others], logits_key)
         except ColumnsError as error:
-            raise _columns_error(source, error, *(self._hint(names) if logits_key is None else ())) from error
+            hint = () if logits_key is not None else self._hint([names[place] for place in others])
+            raise _columns_error(source, error, *hint) from error
         self.classes = ClassColumns([others[place] for place in found.places], found.names, found.numbers, found.prefix)
 
     def _hint(self, names: Sequence[str]) -> tuple[Hint, Hint]:
-        """The hint that names the columns of the classes."""
-        return Hint("logits_key", f"'{_class_pattern(names)}'"), Hint("labels_key", self.label_name)
+        """The hint that tells the columns of the classes among these from the others."""
+        return Hint("logits_key", pattern_of_classes(names)), Hint("labels_key", self.label_name)
 
     def check_values(self, columns: Sequence[np.ndarray[Any, Any]]) -> None:
         """Raises if a named column holds an index or predicted classes, unlike the other columns."""
@@ -311,7 +306,7 @@ class _Table:
                     self.source,
                     "only columns of classes and labels",
                     f"{what} in {name!r}",
-                    hint=(Hint("logits_key", "PATTERN"), Hint("labels_key", self.label_name)),
+                    hint=self._hint([other for other in self.classes.names if other != name]),
                 )
 
 
@@ -342,7 +337,9 @@ def _set(
     every[kept] = label_numbers(source, table.label_name, labels, len(classes.places), names=names, first=first)
     rows = checked_set(source, "", kind, kind, values, table.label_name, every, _NO_LABEL)
     check_input_kind(source, f"{classes.names[0]} to {classes.names[-1]}", kind, input_kind, rows.input)
-    return rows if classes.numbers is not None else replace(rows, classes=tuple(classes.classes))
+    if classes.numbers is not None:
+        return rows
+    return replace(rows, classes=tuple(classes.classes), assumed_classes=table.assumed and classes.kind is None)
 
 
 def check_column_names(expected: str, wanted: Sequence[str], source: str, names: Sequence[str]) -> None:

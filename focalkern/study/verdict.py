@@ -17,7 +17,7 @@ from focalkern.calibrators._verdict import (
 )
 from focalkern.metrics import AcceptThreshold, accept_threshold
 from focalkern.study.results import CalibratorResult, Comparison, at_bound, print_score
-from focalkern.study.samples import SCORES, data_problem, describe_test, overlap_problem
+from focalkern.study.samples import SCORES, column_problem, data_problem, describe_test, overlap_problem
 
 __all__ = ["accept_rows", "judge"]
 
@@ -42,7 +42,7 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
             for words, name in _first_scores(criterion, ece)
         ]
         use += f": {', '.join(changed)} {where}"
-    problem = data_problem(comparison.validation)
+    problem = data_problem(comparison.validation) or column_problem(comparison.validation)
     if not (problem or comparison.same_samples):
         problem = data_problem(comparison.test)
     optimistic = _has_same_rows(comparison)

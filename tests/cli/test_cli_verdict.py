@@ -55,6 +55,17 @@ def test_a_forest_gets_a_calibrated_model(run, tmp_path):
     assert float(found.min()) > 0
 
 
+def test_a_column_without_a_label_begins_the_verdict(run, tmp_path):
+    logits, labels = cli_cases.sample(400, 0)
+    names = np.array(["ant", "bee", "cat", "dog", "eel"])
+    rows = [f"{','.join(map(str, row))},0.5,{names[label]}\n" for row, label in zip(logits, labels, strict=True)]
+    (tmp_path / "a.csv").write_text(f"{','.join(names)},light,label\n{''.join(rows)}")
+    command = ("calibrate", tmp_path / "a.csv", "--split", "0.5", "--bootstrap", "0", "--candidates", "temperature")
+    words = "Check the data first: "
+    assert run(*command)[1].startswith(words) and "'light'" in run(*command)[1].partition("\nUse ")[0]
+    assert run(*command, "--logits-key", "ant,bee,cat,dog,eel")[1].startswith("Use temperature scaling")
+
+
 def test_bins_without_a_scaling_have_no_temperature_and_one_bin_is_no_plural(single, run, tmp_path):
     options = ("--split", "0.5", "--bootstrap", "0", "--n-bins", "1", "--temperatures", "1:2:1", "--gammas", "0")
     code, out, err = run("calibrate", single, *options, "--method", "histogram", "--out", tmp_path / "c.json")

@@ -8,7 +8,7 @@ import torch
 
 import focalkern as fk
 from focalkern.files import InputError, csv_text, from_frame, read_sets
-from focalkern.study.samples import describe_samples
+from focalkern.study.samples import as_samples, column_problem, describe_samples
 from focalkern.study.split import select_samples
 
 pd = pytest.importorskip("pandas")
@@ -68,6 +68,8 @@ def same(rows, kind="logits", logits=LOGITS, labels=LABELS):
         (FRAME.add_prefix("p_").assign(label=[f"p_{label}" for label in LABELS]), {}),
         (FRAME.add_prefix("p_").assign(y=LABELS, id="x", p=1), {"logits_key": "p_*", "labels_key": "y"}),
         (NAMED.assign(y=LABELS), {"labels_key": "y"}),
+        (NAMED.assign(label=WORDS, file="x.jpg", light=LOGITS[:, 0]), {"logits_key": "cat, ant,bird,d?g"}),
+        (NAMED.assign(label=LABELS).rename(columns={"ant": "ant, red"}), {"logits_key": "*"}),
     ],
 )
 def test_columns_and_labels(form, frame, options, tmp_path):
@@ -81,7 +83,10 @@ def test_columns_and_labels(form, frame, options, tmp_path):
         (FRAME.assign(label=LABELS, id=range(60)), "found 'id' next to '0' to '3'; pass logits_key="),
         (FRAME.add_prefix("p_").assign(label=LABELS, pred=LABELS), "found 'pred' next to 'p_0' to 'p_3'"),
         (FRAME.assign(label=LABELS, anything=LABELS), "found 'anything' next to"),
-        (NAMED.assign(label=WORDS, prediction=LOGITS.argmax(1)), "found 'prediction'; pass logits_key="),
+        (
+            NAMED.assign(label=WORDS, prediction=LOGITS.argmax(1)),
+            "found 'prediction'; pass logits_key='dog,bird,cat,ant', labels_key=label",
+        ),
         (NAMED.assign(label=WORDS, sample_id=0.5), "found 'sample_id'"),
         (
             NAMED.assign(label=WORDS, other=LOGITS.argmax(1)),
@@ -110,6 +115,34 @@ def test_what_may_be_no_class_is_named(form, frame, words, tmp_path):
     assert words in str(caught.value) and "\n" not in str(caught.value)
     if "say which" in words:
         assert ("logits_key '" if form == "frame" else "--logits-key '") in str(caught.value)
+
+
+def test_every_name_of_a_list_must_be_a_column():
+    with pytest.raises(InputError, match=r"expected columns that match 'can', found 'dog', 'bird', 'cat', 'ant'"):
+        from_frame(NAMED.assign(label=WORDS), logits_key="dog,can,bird")
+    frame = NAMED.rename(columns={"dog": "dog, wild", "cat": "dog, white"}).assign(label=0)
+    assert from_frame(frame, logits_key="dog, w*").classes == ("dog, wild", "dog, white")  # a pattern with a comma
+
+
+@pytest.mark.parametrize("prefix", ["", "logit_"])
+def test_a_column_that_may_be_no_class_is_in_the_verdict(prefix):
+    """A column of numbers next to named classes would be a class without a label."""
+    named = pd.DataFrame(np.tile(LOGITS, (5, 1)), columns=[f"{prefix}{name}" for name in NAMED]).assign(
+        label=np.tile(WORDS, 5)
+    )
+    with_light = named.assign(**{f"{prefix}light": np.linspace(0, 1, 300)})
+
+    def problem(frame, **options):
+        rows = from_frame(frame, **options)
+        return column_problem(as_samples(rows.rows(torch.arange(len(rows)), "all")))
+
+    assert problem(named) == ""
+    expected = "" if prefix else "frame (all): no row has the label 'light', a column of the table. If this is no class"
+    found = problem(with_light)
+    assert found.startswith(expected) and bool(found) == bool(expected)
+    assert problem(with_light, logits_key="*") == ""
+    assert problem(with_light, logits_key=",".join(named.columns[:4])) == ""
+    assert problem(with_light[:90]) == ""  # few rows may lack a class
 
 
 def test_the_index_of_a_frame_is_no_class(tmp_path):
