@@ -165,9 +165,13 @@ class FeaturesInTraining:
                         f"is {getattr(config, name)}; use linear_focal_loss on model.model(...).last_hidden_state"
                     )
         self.head = model.get_output_embeddings()
-        if kind not in (*_own_loss.NEXT_TOKEN, "ForMaskedLM") or not isinstance(self.head, torch.nn.Linear):
+        if kind not in (*_own_loss.NEXT_TOKEN, "ForMaskedLM"):
+            raise ValueError(f"{OP}: linear=True is for language models, got {type(model).__name__}; leave out linear")
+        if not isinstance(self.head, torch.nn.Linear):
+            found = type(self.head)
             raise ValueError(
-                f"{OP}: linear=True is for language models with a linear output head, got {type(model).__name__}"
+                f"{OP}: linear=True needs an nn.Linear as output head, got {found.__module__}.{found.__name__}; "
+                "leave out linear, or leave the head out of PEFT's target_modules and modules_to_save"
             )
         self.active = self.checked = False
         self.returned: Tensor | None = None

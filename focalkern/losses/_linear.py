@@ -75,11 +75,18 @@ class _Head(FocalFamily):
             ``return_stats=True`` a :class:`focalkern.LossWithStats` (loss, stats).
 
         Raises:
-            TypeError, ValueError, IndexError: as :func:`focalkern.linear_focal_loss`.
+            TypeError, ValueError, IndexError: as :func:`focalkern.linear_focal_loss`; TypeError if another layer, such
+                as an adapter of PEFT, has replaced ``linear``.
         """
         gamma = self._gamma()
         if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
             gamma = self._table_beside(input, gamma)
+        found: type = type(self.linear)
+        if not issubclass(found, nn.Linear):
+            raise TypeError(
+                f"{self._name}: linear must be an nn.Linear, got {found.__module__}.{found.__name__}, whose output is "
+                "not given by its weight; leave it out of the target_modules of an adapter, or use a loss of logits"
+            )
         weight: Tensor = self.linear.weight
         bias: Tensor | None = self.linear.bias
         if self.out_features:

@@ -318,6 +318,19 @@ def test_a_causal_model_of_peft(linear):
 
 
 @of_peft
+@pytest.mark.filterwarnings("ignore:.*embedding layers.*:UserWarning")
+def test_linear_refuses_an_adapter_of_the_head():
+    """The fused loss reads the weight of the head, which lacks the adapter."""
+    model = with_adapter(causal_model(), "lm_head")
+    with pytest.raises(ValueError, match=r"needs an nn.Linear as output head, got peft.*; leave out linear, or"):
+        use_focal_loss(model, linear=True)
+    head = with_adapter(torch.nn.Sequential(fk.LinearFocalLoss(4, 3)), "0.linear").base_model.model[0]
+    with pytest.raises(TypeError, match=r"LinearFocalLoss: linear must be an nn.Linear, got peft.*target_modules"):
+        head(torch.randn(2, 4), torch.tensor([0, 2]))
+    assert head.logits(torch.randn(2, 4)).shape == (2, 3)
+
+
+@of_peft
 def test_a_model_of_peft_that_computes_its_own_loss():
     model, (ids, labels) = with_adapter(bert("TokenClassification", num_labels=23), "query"), tokens()
     logits = model(input_ids=ids).logits
