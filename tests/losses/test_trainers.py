@@ -173,7 +173,7 @@ def test_lightning_with_a_loss_that_adapts(tmp_path):
     lightning = peer("lightning")
     x, y = samples()
     train, validation = (x[:32], y[:32]), (x[32:], y[32:])
-    sanity_checks = []
+    discarded = []
 
     class Classifier(lightning.LightningModule):
         def __init__(self):
@@ -190,11 +190,11 @@ def test_lightning_with_a_loss_that_adapts(tmp_path):
             self.criterion.accumulate(self.model(x), y)
 
         def on_validation_epoch_end(self):
-            if self.trainer.sanity_checking:
-                sanity_checks.append(self.criterion.n_accumulated)
-                self.criterion.reset()
-            else:
+            if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
                 self.criterion.update()
+            else:
+                discarded.append(self.criterion.n_accumulated)
+                self.criterion.reset()
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -212,7 +212,8 @@ def test_lightning_with_a_loss_that_adapts(tmp_path):
         default_root_dir=tmp_path,
     )
     trainer.fit(module, loader(train), loader(validation))
-    assert sanity_checks == [16]  # before the first epoch, and discarded
+    trainer.validate(module, loader(validation), verbose=False)
+    assert discarded == [16, 16]  # before the first epoch, and after the last
 
     expected, criterion = network(), fk.AdaFocalLoss(n_bins=5)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
