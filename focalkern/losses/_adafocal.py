@@ -351,7 +351,7 @@ class AdaFocalLoss(KnownTable):
     def set_extra_state(self, state: Any) -> None:
         self.history, confidence, correct = unpacked(self.n_bins, state)
         self._confidence, self._correct = [confidence], [correct]
-        self._is_lost = False  # the state has a table, too
+        self._is_from_meta = self._is_lost = False  # the state has a table, too
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)

@@ -1,7 +1,7 @@
 """Base of the losses that know the numbers of their table, so that they survive the meta device."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ class KnownTable(FocalFamily):
     ``from_pretrained`` of transformers.
     """
 
-    _is_lost = False  # whether the buffers of the table may hold arbitrary memory
+    _is_from_meta = False  # whether its buffers may be replaced by arbitrary memory
+    _is_lost = False  # whether they were
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if self._is_from_meta and name in self._exact_buffers:
+            self._is_lost = True
 
     def _known_table(self) -> tuple[Tensor, Tensor] | None:
         """Edges and gammas on the CPU; None if the loss was made from tensors without values."""
@@ -28,15 +34,16 @@ class KnownTable(FocalFamily):
         """Called after the buffers are made. Transformers replaces buffers with values, too, if the default device is
         meta."""
         is_meta = torch.get_default_device().type == "meta" or super()._table().edges.is_meta
-        self._is_lost = is_meta and self._known_table() is not None
+        self._is_from_meta = is_meta and self._known_table() is not None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         had_no_values = super()._table().edges.is_meta
         super()._apply(fn, recurse)
-        has_none = super()._table().edges.is_meta
-        if (had_no_values or has_none) and self._known_table() is not None:
-            self._is_lost = True
-        self._table()
+        device = super()._table().edges.device
+        if device.type == "meta":
+            self._is_from_meta = True
+        elif had_no_values:
+            self._filled(device)
         return self
 
     def _table(self) -> GammaTable:
@@ -56,5 +63,5 @@ class KnownTable(FocalFamily):
             table = GammaTable._unchecked(*(on_device(values, device) for values in known))
         if not torch.compiler.is_compiling():  # a graph must not have side effects
             self._buffers.update(zip(self._exact_buffers, (table.edges, table.gammas), strict=True))
-            self._is_lost = False
+            self._is_from_meta = self._is_lost = False
         return table

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from conftest import assert_close
 from loss_cases import LOSSES, NAMES, batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -72,6 +73,16 @@ def test_the_table_from_the_meta_device_is_that_of_the_last_update():
     loss.load_state_dict(expected.state_dict() | {"bin_gammas": torch.full((15,), 2.5, dtype=torch.float64)})
     loss(input, target)
     assert loss.bin_gammas.unique().tolist() == [2.5]
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted.*non-contiguous:UserWarning")
+def test_an_ensemble_on_the_meta_device_has_the_table_of_each_member():
+    input, target = batch(dtype=torch.float32)
+    members = [fk.AdaFocalLoss(gamma_init=gamma) for gamma in (0.5, 2.0)]
+    base = copy.deepcopy(members[0]).to("meta")
+    stacked = torch.func.stack_module_state(members)
+    found = torch.func.vmap(lambda *state: torch.func.functional_call(base, state, (input, target)))(*stacked)
+    assert_close(found, torch.stack([member(input, target) for member in members]))
 
 
 def test_settings_are_shown():
