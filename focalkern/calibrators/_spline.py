@@ -156,7 +156,9 @@ class SplineScaling(FitsBatches):
     def _module(self, fused: bool = True, *, one_logit: bool = False) -> SplineLogProbs:
         of = vars(self)
         names = ("knots_", "values_", "weight_", "bias_")
-        knots, values, weight, bias = (None if of[name] is None else torch.from_numpy(of[name]) for name in names)
+        knots, values, weight, bias = (
+            None if of[name] is None else torch.from_numpy(of[name]).clone() for name in names
+        )
         assert knots is not None and values is not None
         return SplineLogProbs(
             of["temperature_"],

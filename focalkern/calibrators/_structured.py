@@ -140,8 +140,8 @@ class StructuredScaling(Calibrator):
         return StructuredLogProbs(
             self.temperature_,
             self.epsilon_,
-            torch.from_numpy(self.weight_),
-            torch.from_numpy(self.bias_),
+            torch.from_numpy(self.weight_).clone(),
+            torch.from_numpy(self.bias_).clone(),
             (self.focal_gamma_, self.focal_temperature_),
             self.input_kind,
             one_logit=one_logit,

@@ -1,5 +1,6 @@
 """Calibrator files: saving, loading, and errors of invalid files."""
 
+import functools
 import json
 import os
 import pickle
@@ -8,9 +9,15 @@ import stat
 import numpy as np
 import pytest
 import torch
+from conftest import assert_close, peer
 from scaling_cases import BOTH, COARSE, fitted, sample
 
 from focalkern.calibrators import (
+    HistogramBinning,
+    IsotonicCalibration,
+    RobustTemperatureScaling,
+    SplineScaling,
+    StructuredScaling,
     TemperatureScaling,
     load_calibrator,
 )
@@ -154,3 +161,26 @@ def test_a_bad_file_is_named_with_what_is_wrong(spoil, words, tmp_path):
 def test_a_missing_file_is_the_usual_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         TemperatureScaling.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        HistogramBinning,
+        IsotonicCalibration,
+        RobustTemperatureScaling,
+        lambda: StructuredScaling(solver="lbfgs"),
+        TemperatureScaling,
+        *(functools.partial(SplineScaling, kind=kind) for kind in ("scalar", "vector", "matrix")),
+    ],
+)
+def test_a_module_has_its_own_numbers(make):
+    """load_state_dict writes into the buffers of a module: not into its calibrator, nor into another module of it."""
+    logits, target = sample(300)
+    peer("sklearn") if make is IsotonicCalibration else None
+    calibrator = make().fit(logits, target)
+    before, module, second = calibrator.predict_proba(logits), calibrator.as_module(), calibrator.as_module()
+    module.load_state_dict({name: value * 1.001 for name, value in module.state_dict().items()})
+    assert torch.equal(calibrator.predict_proba(logits), before)
+    assert torch.equal(pickle.loads(pickle.dumps(calibrator)).predict_proba(logits), before)
+    assert_close(second(logits).exp(), before)
