@@ -26,6 +26,7 @@ __all__ = [
     "dense",
     "finite",
     "flag",
+    "float_labels",
     "from_one",
     "integer",
     "is_number",
@@ -41,6 +42,7 @@ __all__ = [
     "parsed_float",
     "parsed_int",
     "path_text",
+    "probabilities_misfit",
     "reduction_code",
     "reworded",
     "short",
@@ -271,11 +273,39 @@ def target_misfit(
     elif n_dims > 2 and found == shape[:-1]:
         last = n_dims - 2
         remedy = f"classes are dimension 1, not the last: {input_name}.flatten(0, {last}), target.flatten(0, {last})"
-    elif found == [*expected, 1]:
-        remedy = ONE_LOGIT if shape[1] == 1 else "target.squeeze(-1)"
+    elif found == shape and shape[1] == 1:
+        remedy = ONE_LOGIT
     elif found == shape:
         remedy = ONE_HOT if labels_only else SOFT_ONE_HOT
+    else:
+        remedy = _without_class_dim(expected, found)
     return ValueError(f"{op}: target must be {what}, got {found}{remedy and '; '}{remedy}")
+
+
+def probabilities_misfit(op: str, input: Tensor, target: Tensor) -> ValueError:
+    """The error of class probabilities whose shape is not that of the logits, with the likely remedy."""
+    expected, found = list(input.shape), list(target.shape)
+    return ValueError(
+        f"{op}: target of class probabilities must have the shape of input, {expected}, got {found}"
+        f"{float_labels(input, target)}"
+    )
+
+
+def float_labels(input: Tensor, target: Tensor) -> str:
+    """The remedy for a floating-point target in the shape of labels; empty for another shape."""
+    shape, found, class_dim = list(input.shape), list(target.shape), min(input.dim() - 1, 1)
+    expected = shape[:class_dim] + shape[class_dim + 1 :]
+    squeezed = "target" if found == expected else _without_class_dim(expected, found)
+    if not squeezed:
+        return ""
+    return f"; {ONE_LOGIT}" if shape[class_dim] == 1 else f"; labels are integers: {squeezed}.long()"
+
+
+def _without_class_dim(expected: list[int], found: list[int]) -> str:
+    """The call that removes a dimension of size 1 from labels; empty if they have another shape."""
+    if found == [*expected, 1]:
+        return "target.squeeze(-1)"
+    return "target.squeeze(1)" if found == [*expected[:1], 1, *expected[1:]] else ""
 
 
 def check_floating(op: str, name: str, value: Tensor) -> None:
@@ -310,6 +340,8 @@ def reworded(op: str, error: Exception, labels_only: bool = False, /, **argument
         labels = values_of(target)
         remedy = f"; {ONE_LOGIT}" if classes == 1 else from_one(labels, classes, -100) if labels is not None else ""
         return IndexError(f"{error}{remedy}") if remedy not in str(error) else error
+    if isinstance(error, ValueError) and "of class probabilities must have the shape" in str(error):
+        return probabilities_misfit(op, arguments["input"], arguments["target"])
     if str(error).startswith(op) or isinstance(error, ValueError | IndexError):
         return error
     for name, value in arguments.items():

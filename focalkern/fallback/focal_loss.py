@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focalkern._checks import label_range, labels_to_check, target_misfit
+from focalkern._checks import label_range, labels_to_check, probabilities_misfit, target_misfit
 from focalkern._devices import as_parameter, has_float64, is_host_number
 from focalkern._types import LABELS, REDUCTIONS, compute_dtype
 from focalkern.fallback._checks import (
@@ -275,10 +275,7 @@ def _check_target(op: str, input: Tensor, target: Tensor, ignore_index: int) -> 
     if target.is_floating_point():
         check_floating(op, "target", target)
         if target.shape != input.shape:
-            raise ValueError(
-                f"{op}: target of class probabilities must have the shape of input, {list(input.shape)}, got "
-                f"{list(target.shape)}"
-            )
+            raise probabilities_misfit(op, input, target)
         if ignore_index >= 0:
             raise ValueError(
                 f"{op}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"

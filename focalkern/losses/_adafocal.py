@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import MOST_BINS, flag, integer, labels_expected, short
+from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern._types import STEEPEST_INVERSE_GAMMA, Reduction, compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.losses._adafocal_state import AdaFocalRecord, packed, unpacked
@@ -310,9 +310,7 @@ class AdaFocalLoss(KnownTable):
     def _validation_samples(self, method: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Top-1 confidence [K], float32 or float64, and correctness [K], bool, of the samples that are not ignored."""
         op = f"AdaFocalLoss.{method}"
-        class_dim = check_pair(op, logits, target, input_name="logits")
-        if target.is_floating_point():
-            raise labels_expected(op, logits, target)
+        class_dim = check_pair(op, logits, target, input_name="logits", labels_only=True)
         check_range(op, target, logits.shape[class_dim], self.ignore_index)
         z = logits.detach().to(compute_dtype(logits.dtype)).movedim(class_dim, -1)
         valid = target.long() != self.ignore_index

@@ -12,8 +12,10 @@ from focalkern._checks import (
     ONE_LOGIT,
     check_floating,
     dense,
+    float_labels,
     label,
     label_range,
+    labels_expected,
     labels_to_check,
     reduction_code,
     short,
@@ -280,7 +282,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Batch:
     return Batch(z, index, None, None if weight is None else weight_of_labels(weight, index), valid)
 
 
-def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "input") -> int:
+def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "input", labels_only: bool = False) -> int:
     """Checks types and shapes; returns the class dimension."""
     for name, value in ((input_name, input), ("target", target)):
         if not isinstance(value, Tensor):
@@ -295,11 +297,14 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
     if target.device != input.device:
         raise ValueError(f"{op}: target must be on the device of {input_name}, {input.device}, got {target.device}")
     if target.dtype in FLOATS:
+        if labels_only:
+            raise labels_expected(op, input, target)
         if target.shape != input.shape:
             expected = f"the shape of {input_name} = {list(input.shape)}"
-            raise ValueError(f"{op}: target must be {expected}, got {list(target.shape)}")
+            remedy = float_labels(input, target)
+            raise ValueError(f"{op}: target must be {expected}, got {list(target.shape)}{remedy}")
     elif target.dtype in LABELS:
-        misfit = target_misfit(op, input, target, input_name)
+        misfit = target_misfit(op, input, target, input_name, labels_only=labels_only)
         if misfit is not None:
             raise misfit
     else:

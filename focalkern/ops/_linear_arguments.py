@@ -168,6 +168,8 @@ def check_target(target: Tensor, leading: torch.Size, head: torch.Size, ignore_i
         problem = f"{_OP}: target of {what} must be {name} = {expected}, got {list(target.shape)}"
         if target.shape == (*leading, *head) and what == "labels":
             problem += f"; {SOFT_ONE_HOT}"
+        elif target.shape == (*leading, *head[1:]):  # floating point
+            problem += "; labels are integers: target.long()"
         elif target.numel() == head.numel() and what == "labels":  # one label per row of linear_weight
             problem += (
                 ". Are the first two arguments swapped? The order is linear_focal_loss(input, linear_weight, target)"

@@ -141,6 +141,9 @@ _LOSSES_OF_LABELS = [
         ((2, 5, 7), torch.ones(2, 5).long(), ValueError, r"input.flatten\(0, 1\), target.flatten\(0, 1\)"),
         ((2, 4, 5, 7), torch.ones(2, 4, 5).long(), ValueError, r"input.flatten\(0, 2\), target.flatten\(0, 2\)"),
         ((8, 3), torch.ones(8, 1).long(), ValueError, r"\[N\] = \[8\], got \[8, 1\]; target.squeeze\(-1\)"),
+        ((2, 4, 5, 7), torch.ones(2, 1, 5, 7).long(), ValueError, r"got \[2, 1, 5, 7\]; target.squeeze\(1\)$"),
+        ((2, 1, 5, 7), torch.ones(2, 1, 5, 7).long(), ValueError, r"; .* with target.view_as\(input\)$"),
+        ((8, 3), torch.ones(8), (TypeError, ValueError), r"(labels are integers: target|convert them with ).long\(\)"),
         (
             (8, 3),
             torch.ones(8, 3).long(),
@@ -156,3 +159,27 @@ def test_a_target_that_does_not_fit_is_told_what_does(loss, backend, shape, targ
         monkeypatch.setattr(_backend, "_SETTING", "0")
     with pytest.raises(kind, match=words):
         loss(torch.zeros(shape), target)
+
+
+@pytest.mark.parametrize("loss", [fk.FocalLoss(), fk.FocalLoss(z_loss=0.1), fk.MMCELoss(), fk.LogitNormPenalty()])
+@pytest.mark.parametrize(
+    ("shape", "target", "words"),
+    [
+        ((8, 3), torch.ones(8, 1), r"got \[8, 1\]; labels are integers: target.squeeze\(-1\).long\(\)$"),
+        ((2, 3, 5, 7), torch.ones(2, 1, 5, 7), r"labels are integers: target.squeeze\(1\).long\(\)$"),
+        ((8, 1), torch.ones(8), r"got \[8\]; for one logit per sample use SigmoidFocalLoss"),
+        ((8, 3), torch.ones(8, 4), r"got \[8, 4\]$"),
+    ],
+)
+def test_labels_in_floating_point_are_told_to_be_integers(loss, shape, target, words):
+    with pytest.raises(ValueError, match=words):
+        loss(torch.zeros(shape), target)
+
+
+def test_remedies_for_floating_point_labels_work():
+    hidden, labels = torch.randn(8, 4), torch.ones(8)
+    with pytest.raises(ValueError, match=r"got \[8\]; labels are integers: target.long\(\)$"):
+        fk.LinearFocalLoss(4, 3)(hidden, labels)
+    assert fk.LinearFocalLoss(4, 3)(hidden, labels.long()).isfinite()
+    with pytest.raises(ValueError, match=r"AdaFocalLoss.accumulate: .*; for one-hot rows pass target.argmax\(1\)$"):
+        fk.AdaFocalLoss().accumulate(hidden, torch.eye(4).long().repeat(2, 1))
