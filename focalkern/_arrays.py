@@ -14,7 +14,15 @@ from focalkern._columns import ClassColumns, ColumnsError, class_columns
 from focalkern._devices import where_float64
 from focalkern._types import FLOATS
 
-__all__ = ["arrays_for_arrays", "as_array", "as_tensor", "columns_of_frame", "flat_rows", "with_tensors"]
+__all__ = [
+    "arrays_for_arrays",
+    "as_array",
+    "as_tensor",
+    "columns_of_frame",
+    "flat_rows",
+    "refuse_masked",
+    "with_tensors",
+]
 
 
 P = ParamSpec("P")
@@ -30,7 +38,8 @@ def as_tensor(
     CPU. ``check_columns`` may raise for the columns of a frame.
 
     Raises:
-        TypeError: NumPy cannot make an array of numbers of it; ``what`` names the operator and the argument.
+        TypeError: NumPy cannot make an array of numbers of it, or masks some of its values; ``what`` names the operator
+            and the argument.
         ValueError: a frame with columns that may not be classes.
     """
     if isinstance(values, Tensor):
@@ -43,6 +52,7 @@ def as_tensor(
         if values.is_meta:
             raise ValueError(f"{what} must have values, got {short(values)} on the device meta")
         return where_float64(values)
+    refuse_masked(values, what)
     columns = None if isinstance(values, np.ndarray) else columns_of_frame(values, what)
     if columns is not None:
         if check_columns is not None:
@@ -57,6 +67,15 @@ def as_tensor(
     except Exception as error:  # objects, text, dates; rows of several lengths
         found = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
         raise TypeError(f"{what} must be a tensor or an array of numbers, got {found}") from error
+
+
+def refuse_masked(values: Any, what: str) -> None:
+    """Raises TypeError for a NumPy array with masked values: the conversion to a tensor would unmask them."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise TypeError(
+            f"{what} must have no masked values, got {int(np.sum(values.mask)):,} of {values.size:,}; leave these "
+            "rows out, or pass labels as target.filled(-100) with ignore_index=-100"
+        )
 
 
 def columns_of_frame(values: Any, what: str) -> ClassColumns | None:

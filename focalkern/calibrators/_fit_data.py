@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._arrays import as_tensor, flat_rows
+from focalkern._arrays import as_tensor, flat_rows, refuse_masked
 from focalkern._checks import ONE_HOT, count_rows, label, label_range, not_floating, parsed_float, short
 from focalkern._columns import ClassColumns, other_order
 from focalkern._diagnostics import may_be_logits, remedy_for_sum
@@ -279,6 +279,7 @@ def _labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
     if isinstance(values, Tensor):
         labels = as_tensor(values, f"{name}: target").cpu()
         return (labels.double() if labels.is_floating_point() else labels).numpy()
+    refuse_masked(values, f"{name}: target")
     try:
         return np.asarray(values)
     except Exception as error:  # rows of different lengths, or its class raises something else

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from focalkern._arrays import columns_of_frame
+from focalkern._arrays import columns_of_frame, refuse_masked
 from focalkern._checks import short
 from focalkern._columns import ClassColumns, other_order
 from focalkern._diagnostics import refuse_probs
@@ -65,6 +65,8 @@ def given_samples(
             f"{type(given).__name__}"
         )
     logits: Any
+    for what, one in zip(("logits", "labels"), given, strict=True):
+        refuse_masked(one, f"{op}: {what} of {name}")
     logits, labels = (one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in given)
     assumed, kind = is_assumed(kind), "probs" if kind == "probs" else "logits"
     columns = None if isinstance(logits, torch.Tensor) else columns_of_frame(logits, f"{op}: {name}")

@@ -35,6 +35,26 @@ def test_maps(name):
     np.testing.assert_array_equal(result, expected.numpy())
 
 
+def test_masked_values_are_refused():
+    """NumPy's conversion would unmask them."""
+    mask = np.arange(40) < 7
+    labels, logits = np.ma.masked_array(LABELS, mask), np.ma.masked_array(LOGITS, np.repeat(mask[:, None], 5, 1))
+    calls = {
+        "expected_calibration_error: target": lambda: metrics.expected_calibration_error(PROBS, labels),
+        "TemperatureScaling: target": lambda: fk.TemperatureScaling().fit(LOGITS, labels),
+        "TemperatureScaling: logits": lambda: fk.TemperatureScaling().fit(logits, LABELS),
+        "focal_calibration_map: input": lambda: fk.focal_calibration_map(logits, 1.0),
+        "compare_calibrators: labels of validation": lambda: fk.compare_calibrators((LOGITS, labels), (LOGITS, LABELS)),
+        "compare_calibrators: logits of test": lambda: fk.compare_calibrators((LOGITS, LABELS), (logits, LABELS)),
+    }
+    for words, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{words} must have no masked values, got (7 of 40|35 of 200); leave"):
+            call()
+    kept = metrics.expected_calibration_error(PROBS[7:], LABELS[7:])
+    assert metrics.expected_calibration_error(PROBS, labels.filled(-100), ignore_index=-100) == kept
+    assert metrics.expected_calibration_error(PROBS[7:], labels[7:]) == kept  # masked nowhere
+
+
 def test_what_numpy_makes_an_array_of():
     expected = fk.focal_calibration_map(LOGITS, 1.0)
     frozen = LOGITS.copy()
