@@ -38,6 +38,11 @@ class KnownTable(FocalFamily):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         had_no_values = super()._table().edges.is_meta
+        if had_no_values:
+            try:
+                fn(torch.empty(0, device="meta"))
+            except NotImplementedError:  # .to(device) copies values, as after load_state_dict(assign=True)
+                self._filled(torch.device("cpu"))
         super()._apply(fn, recurse)
         device = super()._table().edges.device
         if device.type == "meta":

@@ -50,7 +50,7 @@ class _Head(FocalFamily):
                 device = torch.device(device)
             except Exception:  # torch raises several types, with messages of several lines
                 raise TypeError(f"{self._name}: device must be a device or None, got {short(device)}") from None
-        if not isinstance(out_features, tuple | list | torch.Size):
+        if not isinstance(out_features, Sequence) or isinstance(out_features, str | bytes):
             raise TypeError(f"{self._name}: out_features must be a sequence of ints, got {short(out_features)}")
         self.out_features = tuple(_positive_int(self._name, "out_features", size) for size in out_features)
         self.chunk_rows = None if chunk_rows is None else _positive_int(self._name, "chunk_rows", chunk_rows)

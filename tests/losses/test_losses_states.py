@@ -39,15 +39,16 @@ def test_the_table_of_a_loss_from_the_meta_device(make):
     input, target = batch(dtype=torch.float32)
     expected = make()(input, target)
     with torch.device("meta"):
-        made = [make() for _ in range(6)]
+        made = [make() for _ in range(7)]
     made[0].to_empty(device="cpu")
     made[1].load_state_dict(make().state_dict(), assign=True)
     made[2] = copy.deepcopy(made[2])
     for name in made[3]._exact_buffers:  # as from_pretrained of transformers does
         setattr(made[3], name, torch.full_like(made[3].get_buffer(name), math.nan, device="cpu"))
     made[4] = torch.compile(copy.deepcopy(made[3]), backend="eager", fullgraph=True)
+    made[5].to("cpu")
     with torch.inference_mode():
-        made[5](input, target)
+        made[6](input, target)
     for loss in (*made, make().to("meta").to_empty(device="cpu"), make().to("meta")):
         assert torch.equal(loss(input, target), expected)
         loss(input, target).backward()
@@ -73,6 +74,20 @@ def test_the_table_from_the_meta_device_is_that_of_the_last_update():
     loss.load_state_dict(expected.state_dict() | {"bin_gammas": torch.full((15,), 2.5, dtype=torch.float64)})
     loss(input, target)
     assert loss.bin_gammas.unique().tolist() == [2.5]
+
+
+@pytest.mark.parametrize("make", [fk.FLSDLoss, lambda: fk.LinearFLSDLoss(4, 4), lambda: fk.LinearAdaFocalLoss(4, 4)])
+def test_a_model_from_the_meta_device_moves_after_its_state_is_loaded(make):
+    """The usual way to load a large model. The table of FLSD is in no state."""
+    state = model_with(make()).state_dict()
+    with torch.device("meta"):
+        model, empty = model_with(make()), model_with(make())
+    model.load_state_dict(state, assign=True)
+    model.to("cpu")
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert repr(model) == repr(model_with(make()))
+    with pytest.raises(NotImplementedError, match="meta"):  # of the other layers
+        empty.to("cpu")
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted.*non-contiguous:UserWarning")

@@ -1,5 +1,6 @@
 """linear_focal_loss compared with torch's own; errors and modules."""
 
+import collections
 import copy
 import warnings
 
@@ -175,11 +176,19 @@ def test_adafocal_follows_features():
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, got 0"),
         ({"softcap": -1}, ValueError, "softcap must be positive, got -1"),
         ({"weight": torch.ones(3)}, ValueError, r"weight must be \[C\] = \[4\], got \[3\]"),
+        ({"out_features": "2"}, TypeError, "out_features must be a sequence of ints, got '2'"),
+        ({"out_features": 2}, TypeError, "out_features must be a sequence of ints, got 2"),
     ],
 )
 def test_modules_check_their_arguments(change, error, message):
     with pytest.raises(error, match=f"^LinearFocalLoss: {message}"):
         fk.LinearFocalLoss(**{"in_features": 3, "num_classes": 4, **change})
+
+
+def test_a_list_of_a_configuration_is_a_sequence():
+    """Hydra's lists are no Python lists."""
+    module = fk.LinearFocalLoss(3, 4, out_features=collections.UserList([2]))
+    assert module.logits(torch.zeros(5, 3)).shape == (5, 4, 2)
 
 
 def test_modules_show_themselves():
