@@ -7,7 +7,12 @@ from torch import Tensor
 
 from focalkern._types import HALVES
 
-__all__ = ["as_pairs", "cannot_occur", "floored", "floored_input", "renormalized", "widened"]
+__all__ = ["as_pairs", "cannot_occur", "floored", "floored_input", "renormalized", "traces", "widened"]
+
+
+def traces() -> bool:
+    """Whether torch.jit.trace, or an exporter that uses it, records this call."""
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()  # torch.compile does not support the second
 
 
 def widened(input: Tensor) -> Tensor:
@@ -36,7 +41,7 @@ def floored(log_probs: Tensor, floor: float) -> Tensor:
     r"""\log((1 - \text{floor})\, p + \text{floor} / C), of log p [..., C]."""
     least = log_probs.new_full((), math.log(floor) - math.log(log_probs.shape[-1]))
     shares = log_probs + math.log1p(-floor)
-    if torch._C._is_tracing():  # for ONNX: torch's exporter by tracing has no logaddexp
+    if traces():  # for ONNX: torch's exporter by tracing has no logaddexp
         return torch.maximum(shares, least) + torch.log1p(torch.exp(-(shares - least).abs()))
     return torch.logaddexp(shares, least)
 

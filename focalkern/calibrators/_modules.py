@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import flag, number, one_of
 from focalkern._types import INPUT_KINDS, InputKind
-from focalkern.calibrators._inputs import as_pairs, floored_input
+from focalkern.calibrators._inputs import as_pairs, floored_input, traces
 from focalkern.calibrators._plain_map import plain_binary_map, plain_map
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 
@@ -31,7 +31,7 @@ __all__ = [
 def exports_to_onnx() -> bool:
     """Whether this call is part of an export to ONNX."""
     # torch's function imports two modules in each call. Every exporter traces.
-    return (torch.compiler.is_compiling() or torch._C._is_tracing()) and torch.onnx.is_in_onnx_export()
+    return (torch.compiler.is_compiling() or traces()) and torch.onnx.is_in_onnx_export()
 
 
 class _Constants(torch.nn.Module):
@@ -173,7 +173,12 @@ class ExactBuffers(torch.nn.Module):
         exact = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in exact.items():
-            setattr(self, name, buffer.to(getattr(self, name).device))
+            device = getattr(self, name).device
+            if buffer.is_meta and device.type != "meta":  # to_empty: NaN until load_state_dict
+                unknown = torch.nan if buffer.is_floating_point() else 0
+                setattr(self, name, torch.full_like(buffer, unknown, device=device))
+            else:
+                setattr(self, name, buffer.to(device))
         return self
 
 
@@ -267,6 +272,6 @@ class PerLabelLogits(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., L], floating point -> calibrated logits [..., L], whose sigmoids are the probabilities."""
-        if not torch._C._is_tracing() and input.shape[-1] != len(self.labels):
+        if not traces() and input.shape[-1] != len(self.labels):
             raise ValueError(f"PerLabelLogits: input must be [..., {len(self.labels)}], got {list(input.shape)}")
         return torch.stack([module(input[..., label]) for label, module in enumerate(self.labels)], dim=-1)

@@ -1,0 +1,62 @@
+"""The modules of all calibrators in a network: compiled, and built without memory."""
+
+import copy
+
+import pytest
+import torch
+from conftest import assert_close, peer
+from scaling_cases import sample
+
+import focalkern as fk
+
+# The data are small, so fits warn; test_calibrators_warnings.py tests the warnings.
+pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+
+CALIBRATORS = {
+    "temperature": fk.TemperatureScaling,
+    "focal": fk.FocalTemperatureScaling,
+    "floor": lambda: fk.TemperatureScaling(floor=0.01),
+    "robust": fk.RobustTemperatureScaling,
+    "histogram": fk.HistogramBinning,
+    "bins after a floor": lambda: fk.HistogramBinning(scaling=fk.TemperatureScaling(floor=0.01), n_bins=3),
+    "isotonic": fk.IsotonicCalibration,
+    "structured": lambda: fk.StructuredScaling(solver="lbfgs"),
+    "structured, focal": lambda: fk.StructuredScaling(kind="matrix", focal=True, solver="lbfgs"),
+    "scalar": fk.SplineScaling,
+    "free": lambda: fk.SplineScaling(keep_order=False),
+    "vector": lambda: fk.SplineScaling(kind="vector"),
+    "matrix": lambda: fk.SplineScaling(kind="matrix"),
+    "labels": fk.MultiLabelScaling,
+    "labels, a spline each": lambda: fk.MultiLabelScaling(scaling=fk.SplineScaling()),
+}
+
+
+def network(name):
+    """A layer and the module of a calibrator, and rows for it."""
+    logits, target = sample(300)
+    peer("sklearn") if name == "isotonic" else None
+    of_labels = torch.nn.functional.one_hot(target, logits.shape[1])
+    calibrator = CALIBRATORS[name]().fit(logits, of_labels if name.startswith("labels") else target)
+    layer = torch.nn.Linear(7, logits.shape[1], dtype=logits.dtype)
+    return torch.nn.Sequential(layer, calibrator.as_module()).eval(), torch.randn(33, 7, dtype=logits.dtype)
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_one_graph(name):
+    model, rows = network(name)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(rows), model(rows))
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_memory_that_comes_later(name):
+    """As FSDP and accelerate build a network: on the meta device, with memory but no values, then a checkpoint."""
+    model, rows = network(name)
+    other = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(rows), model(rows))
+    with torch.device("meta"):
+        other = copy.deepcopy(model).to("meta")
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(other(rows), model(rows))
