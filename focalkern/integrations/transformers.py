@@ -30,6 +30,10 @@ except ImportError as error:
 
 __all__ = ["CalibrationCallback", "use_focal_loss"]
 
+# Bounds of the logits that CalibrationCallback keeps by default: targets, and float32 numbers.
+_MOST_SAMPLES = 20_000
+_MOST_LOGITS = 1 << 27
+
 
 def use_focal_loss(
     model: Any,
@@ -158,7 +162,8 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         n_bins: bins of the ECE.
         max_samples: number of targets whose logits are kept, the first ones of the evaluation. For language models a
-            target is a token, and its logits take 4 C bytes.
+            target is a token. The fit takes some 16 C bytes per target. None: 20,000, or fewer, so that their logits
+            take at most 512 MiB.
 
     Raises:
         TypeError, ValueError: ``n_bins`` or ``max_samples`` is not a positive integer. An evaluation raises ValueError
@@ -171,9 +176,10 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
         {}
     """
 
-    def __init__(self, n_bins: int = 15, max_samples: int = 20_000) -> None:
+    def __init__(self, n_bins: int = 15, max_samples: int | None = None) -> None:
         self.n_bins = integer("CalibrationCallback", "n_bins", n_bins, 1)
-        self.max_samples = integer("CalibrationCallback", "max_samples", max_samples, 1)
+        given = max_samples is not None
+        self.max_samples = integer("CalibrationCallback", "max_samples", max_samples, 1) if given else None
         self.results: dict[str, float] = {}
         self._last: tuple[Tensor, Tensor] | None = None
         self._model: Any = None
@@ -202,9 +208,16 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
                 "trainer.add_callback() came after the Trainer was built, so that the callback has missed the first "
                 "batch of this evaluation; pass callbacks=[...] to Trainer, or evaluate again"
             )
-        if self._last is not None and sum(len(labels) for _, labels in self._kept) < self.max_samples:
+        if self._last is not None:
             self._kept.append(self._last)
         self._last = None
+
+    def _missing(self, n_classes: int) -> int:
+        """Number of targets that this process still has to keep. Only the rows of the first process are used."""
+        if rank_and_size()[0] != 0:
+            return 0
+        most = self.max_samples or min(_MOST_SAMPLES, max(1, _MOST_LOGITS // n_classes))
+        return max(0, most - sum(len(labels) for _, labels in self._kept))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         kept, problem, self._kept, self._problem = self._kept, self._problem, [], ""
@@ -229,8 +242,7 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
         found = torch.zeros(4, dtype=torch.float64)
         if kept and rank_and_size()[0] == 0:
             with ends_all_ranks():
-                logits = torch.cat([rows for rows, _ in kept])[: self.max_samples]
-                labels = torch.cat([targets for _, targets in kept])[: self.max_samples]
+                logits, labels = (torch.cat(parts) for parts in zip(*kept, strict=True))
                 log_probs = logits.log_softmax(-1)
                 found[0], found[1:] = 1.0, math.nan  # of a training that has diverged, which goes on
                 if not bool(log_probs.isnan().any()):
@@ -264,6 +276,9 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
                 f"{labels.dtype} and logits of shape {list(logits.shape)}; leave the callback out for regression and "
                 "for several labels per row"
             )
+        missing = self._missing(logits.shape[-1])
+        if not missing:
+            return
         base, shifted = _own_loss.base_model(model), kwargs.get("shift_labels")
         if shifted is not None:
             labels = shifted
@@ -273,5 +288,5 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
             if _own_loss.shifts_by_name(base) if shift is None else shift:
                 logits, labels = logits[..., :-1, :], labels[..., 1:]
         logits, labels = logits.detach().reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        counts = (labels >= 0).nonzero().squeeze(1)[: self.max_samples]
-        self._last = logits[counts].float().cpu(), labels[counts].cpu()
+        counts = (labels >= 0).nonzero().squeeze(1)[:missing]
+        self._last = logits[counts].cpu().float(), labels[counts].cpu()
