@@ -13,7 +13,7 @@ from focalkern._arrays import as_tensor
 from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern._types import STEEPEST_INVERSE_GAMMA, Reduction, compute_dtype
 from focalkern.gamma import GammaTable
-from focalkern.losses._adafocal_state import AdaFocalRecord, packed, unpacked
+from focalkern.losses._adafocal_state import AdaFocalRecord, gathered, packed, unpacked
 from focalkern.losses._base import check_pair, check_range, described, number
 from focalkern.losses._known_table import KnownTable
 from focalkern.metrics import reliability_bins
@@ -237,7 +237,7 @@ class AdaFocalLoss(KnownTable):
         none = torch.empty(0, dtype=torch.float32, device="cpu")
         parts = (torch.cat([none, *confidence]), torch.cat([none.bool(), *correct]))
         if distributed and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            parts, problem = _gather(parts, problem, group)
+            parts, problem = gathered(parts, problem, group)
         if problem is not None:
             raise problem
         if len(parts[0]) == 0:
@@ -309,17 +309,16 @@ class AdaFocalLoss(KnownTable):
 
     def _validation_samples(self, method: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Top-1 confidence [K], float32 or float64, and correctness [K], bool, of the samples that are not ignored."""
-        op = f"AdaFocalLoss.{method}"
+        op = f"{self._name}.{method}"
         class_dim = check_pair(op, logits, target, input_name="logits", labels_only=True)
         check_range(op, target, logits.shape[class_dim], self.ignore_index)
-        z = logits.detach().to(compute_dtype(logits.dtype)).movedim(class_dim, -1)
+        return sound(op, *self._top(logits.movedim(class_dim, -1), target))
+
+    def _top(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The validation samples of logits [..., C] and labels [...] in range. A confidence may be NaN."""
+        z = logits.detach().to(compute_dtype(logits.dtype))
         valid = target.long() != self.ignore_index
-        confidence = z.softmax(-1).amax(-1)[valid]
-        correct = (z.argmax(-1) == target)[valid]
-        if bool(confidence.isnan().any()):
-            row = int(confidence.isnan().nonzero()[0])
-            raise ValueError(f"{op}: logits must not be NaN, +inf or all -inf, as in valid row {row}")
-        return confidence.cpu(), correct.cpu()
+        return z.softmax(-1).amax(-1)[valid].cpu(), (z.argmax(-1) == target)[valid].cpu()
 
     def _adapt(self, edges: Tensor, confidence: Tensor, accuracy: Tensor, count: Tensor | None) -> AdaFocalRecord:
         """The update rule for checked arguments. Statistics are float64 on the CPU, NaN in empty bins."""
@@ -365,17 +364,12 @@ class AdaFocalLoss(KnownTable):
         unpacked(self.n_bins, state["_extra_state"])
 
 
-def _gather(
-    parts: tuple[Tensor, Tensor], problem: Exception | None, group: Any
-) -> tuple[tuple[Tensor, Tensor], Exception | None]:
-    """The validation samples of all ranks, and an error if any rank has one. All ranks must then raise: otherwise the
-    others would wait for the rank that failed."""
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, (*parts, None if problem is None else str(problem)), group=group)
-    for rank, (_, _, message) in enumerate(everywhere):
-        if problem is None and message is not None:
-            problem = RuntimeError(f"AdaFocalLoss.update: rank {rank} failed: {message}")
-    return (torch.cat([part[0] for part in everywhere]), torch.cat([part[1] for part in everywhere])), problem
+def sound(op: str, confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    """The validation samples; raises if a confidence is NaN."""
+    if bool(confidence.isnan().any()):
+        row = int(confidence.isnan().nonzero()[0])
+        raise ValueError(f"{op}: logits must not be NaN, +inf or all -inf, as in valid row {row}")
+    return confidence, correct
 
 
 def _statistics(op: str, name: str, values: Any, length: int) -> Tensor:

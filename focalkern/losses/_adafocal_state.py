@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["AdaFocalRecord", "packed", "unpacked"]
+__all__ = ["AdaFocalRecord", "gathered", "packed", "unpacked"]
 
 # History and accumulated samples are one tensor of bytes: safetensors accepts only tensors, and casts and averages of
 # floating-point states leave bytes unchanged.
@@ -106,3 +107,16 @@ def _samples(confidence: Any, correct: Any) -> tuple[Tensor, Tensor]:
     ):
         raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence, confidences in [0, 1]")
     return confidence, correct
+
+
+def gathered(
+    parts: tuple[Tensor, Tensor], problem: Exception | None, group: Any
+) -> tuple[tuple[Tensor, Tensor], Exception | None]:
+    """The validation samples of all ranks, and an error if any rank has one. All ranks must then raise: otherwise the
+    others would wait for the rank that failed."""
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, (*parts, None if problem is None else str(problem)), group=group)
+    for rank, (_, _, message) in enumerate(everywhere):
+        if problem is None and message is not None:
+            problem = RuntimeError(f"AdaFocalLoss.update: rank {rank} failed: {message}")
+    return (torch.cat([part[0] for part in everywhere]), torch.cat([part[1] for part in everywhere])), problem

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from focalkern._checks import flag, integer, short
+from focalkern._devices import autocast_is_on
 from focalkern._types import Reduction
 from focalkern.gamma import GammaTable
-from focalkern.losses._adafocal import AdaFocalLoss
-from focalkern.losses._base import number
+from focalkern.losses._adafocal import AdaFocalLoss, sound
+from focalkern.losses._base import check_pair, check_range, number
 from focalkern.losses._flsd import FLSDLoss
 from focalkern.losses._focal import FocalFamily, FocalLoss
 from focalkern.ops._linear_chunks import default_chunk_rows
@@ -328,10 +329,13 @@ class LinearAdaFocalLoss(_Head, AdaFocalLoss):
             raise ValueError(f"{op}: input must be [..., D] with D = {self.in_features}, got {list(input.shape)}")
         if target.shape != input.shape[:-1]:
             raise ValueError(f"{op}: target must be {list(input.shape[:-1])}, got {list(target.shape)}")
+        expected = self.linear.weight.dtype
+        if input.dtype != expected and not autocast_is_on(input.device.type):
+            raise TypeError(f"{op}: input must have the dtype of the layer, {expected}, got {input.dtype}")
         rows, labels = input.reshape(-1, self.in_features), target.reshape(-1)
-        size = default_chunk_rows(len(rows), self.in_features, self.num_classes, rows.element_size())
-        parts = [
-            super(LinearAdaFocalLoss, self)._validation_samples(method, self.logits(x), y)
-            for x, y in zip(rows.split(self.chunk_rows or size), labels.split(self.chunk_rows or size), strict=True)
-        ]
-        return torch.cat([confidence for confidence, _ in parts]), torch.cat([correct for _, correct in parts])
+        check_pair(op, self.logits(rows[:0]), labels[:0], input_name="logits", labels_only=True)
+        check_range(op, labels, self.num_classes, self.ignore_index)
+        size = self.chunk_rows or default_chunk_rows(len(rows), self.in_features, self.num_classes, rows.element_size())
+        parts = [self._top(self.logits(x), y) for x, y in zip(rows.split(size), labels.split(size), strict=True)]
+        confidence, correct = (torch.cat(values) for values in zip(*parts, strict=True))
+        return sound(op, confidence, correct)

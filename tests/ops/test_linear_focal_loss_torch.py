@@ -166,6 +166,15 @@ def test_adafocal_follows_features():
     assert_close(module(x, target), plain(module.logits(x), target))
     with pytest.raises(ValueError, match=r"LinearAdaFocalLoss.accumulate: input must be \[..., D\] with D = 5"):
         module.accumulate(x[:, :4], target)
+    far, broken = target.clone(), x.clone()
+    far[12], broken[-1] = C, float("nan")
+    with pytest.raises(IndexError, match=rf"LinearAdaFocalLoss.accumulate: target .* got {C} at row 12"):
+        module.accumulate(x, far)
+    with pytest.raises(ValueError, match=rf"^LinearAdaFocalLoss.accumulate: .* in valid row {len(x) - 1}$"):
+        module.accumulate(broken, target.clamp(min=0))
+    with pytest.raises(TypeError, match=r"input must have the dtype of the layer, torch.float64, got torch.float16"):
+        module.accumulate(x.half(), target)
+    assert module.n_accumulated == 0
 
 
 @pytest.mark.parametrize(
