@@ -1,15 +1,18 @@
 // The focal loss with label smoothing for gamma = 0, 1 or 2 and without class weights, in any of the layouts that
 // RowLayout describes, as row_loss_shared.cu has it for shares of every class. One read of the logits forward
-// (smoothed_row.cuh), also with the statistics of the rows, one backward.
+// (smoothed_row.cuh), also with the statistics of the rows, one backward. Rows of a matrix that fit a warp's registers
+// or a tile of shared memory have forward kernels of their own (smoothed_numbers.cuh).
 //
 // A row saves its largest logit, log S, and the sum of the slopes of all classes but the likely one, each times its
 // share. The likely class is the one, if any, with more than about half of the probability (row_loss_soft.cu).
 
 #include "cuda/common.cuh"
+#include "cuda/focal_loss_tiles.cuh"
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
 #include "cuda/row_statistics.cuh"
+#include "cuda/smoothed_numbers.cuh"
 #include "cuda/smoothed_row.cuh"
 #include "cuda/soft_focal.cuh"
 #include "cuda/soft_row.cuh"
@@ -19,8 +22,6 @@
 namespace focalkern::cuda {
 namespace {
 
-template <typename Scalar>
-constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : kMostBlocks;
 // Forward, two vectors of 16-bit numbers need more registers.
 template <typename Scalar>
 constexpr int kForwardBlocks = sizeof(Scalar) < sizeof(float) ? 3 : kBlocksAtOnce<Scalar>;
@@ -40,12 +41,12 @@ struct SmoothedRow {
   bool label_is_likely;
 
   // rest: S - 1
-  __device__ __forceinline__ SmoothedRow(const RowLossArgs<Scalar>& args, const Row<Scalar>& row, Real max, Real log_s,
-                                         Real rest)
+  __device__ __forceinline__ SmoothedRow(const RowLossArgs<Scalar>& args, const Row<Scalar>& row, Real share, Real max,
+                                         Real log_s, Real rest)
       : max(max),
         log_s(log_s),
         detached(args.detach_modulation),
-        share(uniform_share<true>(args)),
+        share(share),
         of_label(label_share(args)),
         largest(largest_of_row<kGamma>(rest, log_s, detached)) {
     likely = largest.is_likely() ? max : kNaN<Real>;
@@ -66,6 +67,7 @@ struct SmoothedRow {
 // Writes the saved numbers of a row and its loss, and returns the loss.
 template <int kGamma, typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Scalar>& args, const Row<Scalar>& row,
+                                                        compute_t<Scalar> share,
                                                         const SmoothedSums<compute_t<Scalar>>& sums) {
   using Real = compute_t<Scalar>;
   Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
@@ -74,8 +76,8 @@ __device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Sca
     max = sums.max;
     // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     log_s = log_one_plus(sums.rest) + (max - max);
-    const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, sums.rest);
-    const Real share = special.share, count = static_cast<Real>(row.classes - 1);
+    const SmoothedRow<Scalar, kGamma> special(args, row, share, max, log_s, sums.rest);
+    const Real count = static_cast<Real>(row.classes - 1);
     const SoftTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, special.detached);
     const SoftTerms<Real>&largest = special.largest.terms, &label = special.label.terms;
     loss = others.loss + share * largest.loss;
@@ -100,18 +102,92 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar>) void smoothed_focal
   __shared__ double scratch[kWarpsPerBlock];
   __shared__ SumsOfTiles<SmoothedSums<Real>> kept;
   const RowGroup group = {geometry.lanes, scratch};
+  const Real share = uniform_share<true>(args);
   double loss_sum = 0;
   int rows = 0;
   int turn = 0;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x, turn ^= 1) {
     auto row = row_of<Scalar>(args, geometry, t);
-    SmoothedSums<Real> sums = smoothed_sums<kGamma>(row, group, uniform_share<true>(args));
+    SmoothedSums<Real> sums = smoothed_sums<kGamma>(row, group, share);
     take_row(args, geometry, t, kept, turn, row, sums);
     if (row.row >= args.rows) continue;
-    loss_sum += static_cast<double>(finish_row<kGamma>(args, row, sums));
+    loss_sum += static_cast<double>(finish_row<kGamma>(args, row, share, sums));
     rows += row.is_live;
   }
   sum_over_grid(totals, loss_sum, static_cast<double>(rows));
+}
+
+// The same for rows that a warp keeps in registers.
+template <typename Scalar, int kGamma>
+__global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_registers_kernel(
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<float> totals, const float share) {
+  __shared__ SmoothedNumbers kept[kWarp];
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int left = static_cast<int>(args.classes) / kVectorSize<Scalar> - lane;
+  double loss_sum = 0;
+  int live = 0;
+  rows_in_registers<true>(
+      args, geometry,
+      [&](int64_t row, int place) {
+        const Scalar* own = args.logits + row * args.layout.inner_stride + lane * kVectorSize<Scalar>;
+        const float number = smoothed_number<kGamma>(RowOfLane<Scalar>(own, left), share, lane);
+        if (lane % kLanesOfNumber == 0) reinterpret_cast<float*>(kept + place)[lane / kLanesOfNumber] = number;
+      },
+      [&](const Row<Scalar>& row, int place) {
+        const auto sums = kept[place].sums(share, static_cast<float>(args.classes));
+        loss_sum += static_cast<double>(finish_row<kGamma>(args, row, share, sums));
+        live += row.is_live;
+      });
+  sum_over_grid(totals, loss_sum, static_cast<double>(live), threadIdx.x < kWarp);
+}
+
+// The same for short rows: a thread, or lanes, take a row of a tile in shared memory, and a thread finishes it.
+template <typename Scalar, int kGamma, bool kHasLanes>
+__global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_focal_forward_tile_kernel(
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
+    const __grid_constant__ GridSum<float> totals, const float share) {
+  __shared__ __align__(16) unsigned char tile_bytes[kTileBytes];
+  __shared__ SmoothedNumbers kept[kHasLanes ? kBlock : 1];
+  Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
+  const int thread = static_cast<int>(threadIdx.x), classes = static_cast<int>(args.classes);
+  double loss_sum = 0;
+  int live = 0;
+  for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
+    const TileRows of_tile(plan, args.rows, t);
+    const Scalar* logits = of_tile.of(args.logits, classes);
+    TileLoad<Scalar> load;
+    load.start(logits, of_tile.rows * classes);
+    load.finish(tile, logits, of_tile.rows * classes);
+    __syncthreads();
+    if constexpr (kHasLanes) {
+      const int lane = thread & (plan.lanes - 1);
+      for (int first = 0; first < of_tile.rows; first += kBlock >> plan.lane_bits) {
+        const int r = first + (thread >> plan.lane_bits);
+        const bool exists = r < of_tile.rows;
+        const auto numbers = smoothed_numbers<kGamma>(tile, r, classes, share, plan.around, lane, plan.lanes, exists);
+        if (lane == 0 && exists) kept[r] = numbers;
+      }
+      __syncthreads();
+    }
+    if (thread < of_tile.rows) {
+      Row<Scalar> row = {of_tile.first + thread, tile + thread * classes, 1, classes};
+      const int label = as_class(args, args.labels[row.row]);
+      row.label = label;
+      row.is_live = label >= 0;
+      SmoothedNumbers numbers;
+      if constexpr (kHasLanes) {
+        numbers = kept[thread];
+      } else {
+        numbers = smoothed_numbers<kGamma>(row.logits, thread, classes, share, plan.around);
+      }
+      const SmoothedSums<float> sums = numbers.sums(share, static_cast<float>(classes));
+      loss_sum += static_cast<double>(finish_row<kGamma>(args, row, share, sums));
+      live += row.is_live;
+    }
+    __syncthreads();  // before the next tile
+  }
+  sum_over_grid(totals, loss_sum, static_cast<double>(live));
 }
 
 // With the statistics of the rows. The sums of gamma = 2 include those of every gamma here and those of the entropy.
@@ -123,19 +199,20 @@ __global__ __launch_bounds__(kBlock, 2) void smoothed_focal_statistics_kernel(
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
   const RowGroup group = {geometry.lanes, scratch};
+  const Real share = uniform_share<true>(args);
   double loss_sum = 0;
   double weight_sum = 0;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
     auto row = row_of<Scalar>(args, geometry, t);
     row.is_live = row.label != kIgnored;  // rows with a wrong label have statistics
-    const auto sums = smoothed_sums<2, true>(row, group, uniform_share<true>(args));
+    const auto sums = smoothed_sums<2, true>(row, group, share);
     const bool is_nan = has_nan(row, group, sums.rest);
     if (row.row >= args.rows || row.index != 0) continue;
     const Real rest = sums.largest == kNoClass ? Real(0) : sums.rest;
     write_statistics(statistics, row, {sums.max, rest, sums.fall, sums.largest}, is_nan);
     row.is_live = row.label >= 0;
     loss_sum += with_constant_gamma(args.gamma_value, [&](auto gamma) {
-      return static_cast<double>(finish_row<decltype(gamma)::value>(args, row, sums));
+      return static_cast<double>(finish_row<decltype(gamma)::value>(args, row, share, sums));
     });
     if (row.is_live) weight_sum += 1;
   }
@@ -146,6 +223,7 @@ template <typename Scalar, int kGamma>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_backward_kernel(
     const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
   using Real = compute_t<Scalar>;
+  const Real share = uniform_share<true>(args);
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
     const auto row = row_of<Scalar>(args, geometry, t);
     if (row.row >= args.rows || args.grad_logits == nullptr) continue;
@@ -162,7 +240,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
     }
     const Real max = args.saved[row.row], log_s = args.saved[args.rows + row.row];
     const Real others = args.saved[2 * args.rows + row.row];
-    const SmoothedRow<Scalar, kGamma> special(args, row, max, log_s, exponential_minus_one(log_s));
+    const SmoothedRow<Scalar, kGamma> special(args, row, share, max, log_s, exponential_minus_one(log_s));
     const Real likely_slope = special.likely_slope();
     // dL/dz_j = p_j (sum a) - a_j
     const Real of_lse = given * lse_slope(args, row.row);
@@ -195,12 +273,39 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_
   }
 }
 
+template <int kGamma, typename Scalar>
+int launch_tiles(const RowLossForward<Scalar>& args, RowPlan plan, GridSum<float> totals, void* workspace, void* stream,
+                 float share) {
+  plan.lanes = power_of_two_at_least(divide_up(args.classes, kValuesPerLane), kWarp);
+  plan.around = args.classes * sizeof(Scalar) % (16 * plan.lanes) == 0;
+  if (plan.rows_per_tile > kBlock) plan.rows_per_tile = kBlock;  // a thread finishes a row
+  plan = finish_row_plan(plan, args.rows);
+  const cudaError_t error = prepare_grid_sum(totals, plan.grid, workspace, stream);
+  if (error != cudaSuccess) return error;
+  const auto kernel = plan.lanes > 1 ? smoothed_focal_forward_tile_kernel<Scalar, kGamma, true>
+                                     : smoothed_focal_forward_tile_kernel<Scalar, kGamma, false>;
+  return launch(kernel, plan.grid, kBlock, stream, args, plan, totals, share);
+}
+
 }  // namespace
 
 template <typename Scalar>
 int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
                            void* workspace, void* stream) {
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    if constexpr (sizeof(Scalar) <= sizeof(float)) {
+      const float share = args.label_smoothing / static_cast<float>(args.classes);
+      if (fits_registers(args.logits, args.layout, args.rows, args.classes)) {
+        return launch_in_registers(smoothed_focal_forward_registers_kernel<Scalar, gamma()>, args, totals, workspace,
+                                   stream, share);
+      }
+      const bool end_to_end =
+          is_matrix(args.logits, args.layout, args.rows) && args.layout.inner_stride == args.classes;
+      const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, false);
+      if (plan.path == RowPath::kOwn || plan.path == RowPath::kTile) {
+        return launch_tiles<gamma()>(args, plan, totals, workspace, stream, share);
+      }
+    }
     return launch_forward(smoothed_focal_forward_kernel<Scalar, gamma()>, args, totals, workspace, stream);
   });
 }
