@@ -11,6 +11,7 @@
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
 #include "cuda/row_statistics.cuh"
+#include "cuda/shared_in_registers.cuh"
 #include "cuda/shared_row.cuh"
 #include "cuda/soft_focal.cuh"
 #include "cuda/soft_row.cuh"
@@ -87,6 +88,36 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_fo
     weight_sum += weight_of_row(args, row);
   }
   sum_over_grid(totals, loss_sum, weight_sum);
+}
+
+// The same for class probabilities of the type of the logits, without class weights, in rows that a warp keeps in
+// registers.
+template <typename Scalar, int kGamma>
+__global__ __launch_bounds__(kBlock, 2) void shared_focal_forward_registers_kernel(
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<float> totals, const float spread) {
+  __shared__ SharedSums<float> kept[kWarp];
+  constexpr int kSize = kVectorSize<Scalar>;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int left = static_cast<int>(args.classes) / kSize - lane;
+  const auto* targets = static_cast<const Scalar*>(args.target_probs.data);
+  double loss_sum = 0;
+  rows_in_registers<false>(
+      args, geometry,
+      [&](int64_t row, int place) {
+        const SharedRowOfLane<kGamma, Scalar> of_lane(args.logits + row * args.layout.inner_stride + lane * kSize,
+                                                      targets + row * args.target_layout.inner_stride + lane * kSize,
+                                                      left);
+        int largest;
+        const float number = of_lane.number(1 - args.label_smoothing, spread, lane, largest);
+        if (lane % kLanesOfNumber == 0) reinterpret_cast<float*>(kept + place)[lane / kLanesOfNumber] = number;
+        if (lane == 0) kept[place].largest = largest;
+      },
+      [&](const Row<Scalar>& row, int place) {
+        loss_sum += static_cast<double>(finish_row<kGamma>(args, row, Shares<Scalar>(args, row), kept[place]));
+      });
+  const double rows = blockIdx.x == 0 && threadIdx.x == 0 ? static_cast<double>(args.rows) : 0;
+  sum_over_grid(totals, loss_sum, rows, threadIdx.x < kWarp);
 }
 
 // For labels, with the statistics of the rows; the sums of gamma = 2 include those of every gamma here. Short rows have
@@ -194,6 +225,15 @@ int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute
   if (!has_small_gamma(args)) return row_loss_soft_forward<FocalFormula>(args, totals, workspace, stream);
   if (is_uniform<FocalFormula>(args)) return smoothed_focal_forward(args, totals, workspace, stream);
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    if constexpr (sizeof(Scalar) < sizeof(float)) {
+      const auto* targets = static_cast<const Scalar*>(args.target_probs.data);
+      if (targets != nullptr && !args.target_probs.is_real && args.class_weight == nullptr &&
+          fits_registers(args.logits, args.layout, args.rows, args.classes) &&
+          fits_registers(targets, args.target_layout, args.rows, args.classes)) {
+        return launch_in_registers(shared_focal_forward_registers_kernel<Scalar, gamma()>, args, totals, workspace,
+                                   stream, args.label_smoothing / static_cast<float>(args.classes));
+      }
+    }
     return launch_forward(shared_focal_forward_kernel<Scalar, gamma()>, args, totals, workspace, stream);
   });
 }

@@ -12,14 +12,14 @@ namespace focalkern::cuda {
 // The sums over all classes of a row but the first of the largest.
 template <typename Real>
 struct SharedSums {
+  Real rest;   // of e
+  Real share;  // of t
+  Real once;   // of t e
+  Real twice;  // of t e^2
+  Real depth;  // of t x
+  Real fall;   // of t e x
+  Real fall2;  // of t e^2 x
   Real max;
-  Real rest;        // of e
-  Real share;       // of t
-  Real once;        // of t e
-  Real twice;       // of t e^2
-  Real depth;       // of t x
-  Real fall;        // of t e x
-  Real fall2;       // of t e^2 x
   Real plain_fall;  // of e x; only with kHasPlainFall
   int largest;      // kNoClass if no logit is above -inf
 };
