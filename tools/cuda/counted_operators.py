@@ -37,6 +37,8 @@ ROW_LOSS = [
     ("brier", "float32", (16896, 1000), ""), ("focal", "float32", (16896, 1000), " smooth"),
     ("focal", "bfloat16", (16896, 1000), " smooth"), ("focal", "float32", (135168, 10), " smooth"),
     ("focal", "float32", (16896, 1000), " smooth gamma 0"),
+    ("focal", "bfloat16", (135168, 10), " smooth"), ("focal", "float32", (16896, 100), " smooth"),
+    ("focal", "bfloat16", (16896, 100), " smooth"), ("focal", "bfloat16", (512, 32000), " smooth"),
     ("focal", "float32", (16896, 1000), " probabilities"), ("focal", "bfloat16", (16896, 1000), " probabilities"),
 ]  # fmt: skip
 # Targets of the type of the logits, hard or soft; a label for each row; or a label for each pixel of 128 images. The
@@ -115,11 +117,21 @@ def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Co
                        label_smoothing=0.1 if "smooth" in targets else 0.0, kind=number_of(specs[loss].name),
                        epsilon=1.5, target_gradient=False)  # fmt: skip
         library.ptxrun_set(b"only_blocks", c_int64(0))
-        lanes = min(32, 1 << (-(-classes // 16) - 1).bit_length())  # threads of a row
-        some = taken_by(blocks, rows, 256 // lanes)
         for name, code in executed(library).items():
+            some = taken_by(blocks, rows, rows_of_a_block(library, name, (rows, classes), dtype))
             moved = some * (classes * dtype.itemsize * (soft + (2 if "backward" in name else 1)) + 20)
             yield Count(case, short(name), **count(code, some * classes, moved))
+
+
+def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    rows, classes = shape
+    if "registers" in kernel:
+        return int(library.rows_of_warps(c_int64(rows)))
+    if "tile" in kernel:
+        return min(256, library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False))))
+    if classes * dtype.itemsize > 16384:
+        return 1
+    return 256 // min(32, 1 << (-(-classes // 16) - 1).bit_length())  # threads of a row
 
 
 def sigmoid_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:

@@ -18,6 +18,7 @@ MODULES = (
     "calibration_sums",
     "sigmoid_loss",
     "row_loss",
+    "smoothed_rows",
     "row_statistics",
     "spline",
     "blind_spots",

@@ -297,4 +297,57 @@ FAULTS = [
         "if (args.first_is_class) max",
         "if (false) max",
     ),
+    Fault(
+        "every lane has all vectors of a row in registers",
+        "row_in_registers.cuh",
+        "return 2 * vector < kCount || vector * kWarp < left;",
+        "return true;",
+    ),
+    Fault(
+        "rows in registers: the next tile does not wait",
+        "row_in_registers.cuh",
+        "0, 1), thread);\n    __syncthreads();\n",
+        "0, 1), thread);\n",
+    ),
+    Fault(
+        "a sum over the warp has the first number in place of one without a partner",
+        "row_in_registers.cuh",
+        "numbers[k + half < count ? k + half : k]",
+        "numbers[k + half < count ? k + half : 0]",
+    ),
+    Fault("classes that equal the largest are not counted", "smoothed_numbers.cuh", "sums.ties += 1;", ""),
+    Fault(
+        "the largest class is added to the others",
+        "smoothed_numbers.cuh",
+        "if (z == sums.max) {",
+        "if (z != z) {",
+    ),
+    Fault(
+        "an impossible class of a smoothed row",
+        "smoothed_numbers.cuh",
+        "if (sums.depth > -kInfinity<float>) return sums;",
+        "return sums;",
+    ),
+    Fault("the last of an odd number of classes", "smoothed_numbers.cuh", "if (is_odd_) take(last_);", ""),
+    Fault(
+        "a row that begins at a later class leaves some out",
+        "smoothed_numbers.cuh",
+        "at = at + 1 < count ? at + 1 : 0;",
+        "at = at + 2 < count ? at + 2 : 0;",
+    ),
+    Fault(
+        "short smoothed rows: the next tile does not wait",
+        "row_loss_smoothed.cu",
+        "__syncthreads();  // before the next tile",
+        "",
+    ),
+    Fault(
+        "the largest class of a row in registers is not apart",
+        "shared_in_registers.cuh",
+        "v * kWarp * kSize + k == apart",
+        "false",
+    ),
+    Fault(
+        "shares in registers are not smoothed", "shared_in_registers.cuh", "kept * targets[k] + spread", "targets[k]"
+    ),
 ]

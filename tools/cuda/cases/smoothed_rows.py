@@ -1,0 +1,124 @@
+"""Rows of label smoothing and class probabilities that warps keep in registers, and short rows of label smoothing."""
+
+import contextlib
+from ctypes import c_int64
+
+import pytest
+import torch
+
+from tools.cuda.cases.common import NARROW
+from tools.cuda.cases.focal_loss import check_focal_loss, run_focal_loss
+
+GAMMAS = [0.0, 1.0, 2.0]
+
+
+@contextlib.contextmanager
+def blocks_at_once(library, count):
+    before = library.max_grid()
+    library.set_max_grid(c_int64(count))
+    try:
+        yield
+    finally:
+        library.set_max_grid(c_int64(before))
+
+
+def labels_for(logits):
+    return torch.randint(logits.shape[1], (len(logits),))
+
+
+def shares_for(logits):
+    return (2 * torch.randn(logits.shape)).softmax(1).to(logits.dtype)
+
+
+# One, two or four rows for each warp of a block; the last tile is not full; a row is ignored, a label is wrong.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize(("rows", "classes"), [(45, 520), (70, 1000)])
+def test_rows_in_registers(library, dtype, gamma, rows, classes):
+    logits = (3 * torch.randn(rows, classes)).to(dtype)
+    target = labels_for(logits)
+    target[-3:-1] = 7
+    for grid in (3, 24, 2048):
+        with blocks_at_once(library, grid):
+            check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, ignore_index=7)
+            if dtype in NARROW:
+                check_focal_loss(library, logits, shares_for(logits), gamma, label_smoothing=0.1)
+    target[-1] = classes
+    check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, ignore_index=7, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+def test_one_row_in_registers(library, dtype):
+    for classes in (520, 1024):
+        logits = (3 * torch.randn(1, classes)).to(dtype)
+        for target in (labels_for(logits), shares_for(logits)):
+            check_focal_loss(library, logits, target, 2.0, label_smoothing=0.1)
+
+
+# Rows with gaps between them, and rows that begin beside a vector, which another kernel takes.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("gap", [1, 8])
+def test_registers_of_rows_with_gaps(library, dtype, gap):
+    wide = (3 * torch.randn(9, 760 + gap)).to(dtype)
+    for logits in (wide[:, :760], wide[:, gap:]):
+        check_focal_loss(library, logits, labels_for(logits), 2.0, label_smoothing=0.1, reduction="none")
+        shares = (2 * torch.randn(9, 760 + gap)).to(dtype)[:, gap:].softmax(1)
+        check_focal_loss(library, logits, shares, 2.0, reduction="none")
+
+
+# Every number of classes of a thread and of lanes, also where rows begin in few banks of shared memory, in one tile and
+# in several for a block.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("first", [1, 9, 31, 98, 127])
+def test_short_smoothed_rows(library, dtype, first):
+    for classes in range(first, first + (8 if first < 20 else 3)):
+        gamma = GAMMAS[classes % 3]
+        logits = (3 * torch.randn(75, classes)).to(dtype)
+        target = labels_for(logits)
+        target[5] = -100
+        check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, reduction="none")
+        if classes % 4 == 2:
+            logits = logits.repeat(4, 1)
+            check_focal_loss(library, logits, labels_for(logits), gamma, label_smoothing=0.1)
+
+
+# Ties of the largest class in one lane and in several, the largest logit far from zero, classes far below it, confident
+# rows whose other classes are smaller than the rounding error of 1.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("classes", [6, 15, 16, 100, 760])
+def test_far_logits_of_smoothed_rows(library, dtype, classes):
+    logits = torch.randn(14, classes)
+    logits[0] = 0.25
+    logits[1, :3] = 20
+    logits[2, -2:] = 3
+    logits[3, ::3] = 5
+    for row, far in enumerate((1023, -1023, 1025, -1025, 3e4, -3e4), 4):
+        logits[row] += far
+    logits[10, 0] = 18
+    logits[11, -1] = 40
+    logits[12, 1:] = -6e4
+    logits[13, 1:] -= 600
+    logits = logits.to(dtype)
+    target = labels_for(logits)
+    target[10:14] = 0
+    for gamma in GAMMAS:
+        for smoothing in (1e-3, 0.4):
+            check_focal_loss(library, logits, target, gamma, label_smoothing=smoothing, reduction="none")
+        if dtype in NARROW:
+            check_focal_loss(library, logits, shares_for(logits), gamma, reduction="none")
+
+
+# A NaN makes its row NaN, an infinite logit too; an impossible class has an infinite loss.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("classes", [6, 16, 100, 760])
+def test_infinite_logits_of_smoothed_rows(library, dtype, classes):
+    logits = torch.randn(4, classes).to(dtype)
+    target = torch.zeros(4, dtype=torch.int64)
+    for value, is_expected in ((float("nan"), torch.isnan), (torch.inf, torch.isnan), (-torch.inf, torch.isinf)):
+        for place in (0, classes // 2, classes - 1):
+            rows = logits.clone()
+            rows[2, place] = value
+            loss = run_focal_loss(library, rows, target, 2.0, torch.ones(4), reduction="none", label_smoothing=0.1)[
+                "loss"
+            ]
+            assert is_expected(loss[2]) and loss[[0, 1, 3]].isfinite().all()
