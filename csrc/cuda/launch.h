@@ -88,14 +88,6 @@ inline int rows_per_tile(int64_t rows, int most, int least) {
   return count;
 }
 
-// The rows of a tile whose rows the warps of a block keep in registers: a warp finishes them, a lane each. Fewer if
-// that leaves too few tiles.
-inline int rows_per_tile_of_warps(int64_t rows) {
-  int count = kWarp;
-  while (count > kWarpsPerBlock && rows / count < kMaxGrid / 8) count /= 2;
-  return count;
-}
-
 inline RowPlan finish_row_plan(RowPlan plan, int64_t rows) {
   plan.lane_bits = 0;
   while (1 << plan.lane_bits < plan.lanes) ++plan.lane_bits;

@@ -133,6 +133,13 @@ bool fits_registers(const Scalar* data, const RowLayout& layout, int64_t rows, i
          classes > kClassesOfWarp / 2 && classes <= kClassesOfWarp;
 }
 
+// The rows of a tile: a warp finishes them, a lane each. Fewer if that leaves too few tiles.
+inline int rows_per_tile_of_warps(int64_t rows) {
+  int count = kWarp;
+  while (count > kWarpsPerBlock && rows / count < kMaxGrid / 8) count /= 2;
+  return count;
+}
+
 template <typename Scalar, typename... More>
 int launch_in_registers(void (*kernel)(RowLossForward<Scalar>, RowGeometry, GridSum<float>, More...),
                         const RowLossForward<Scalar>& args, GridSum<float> totals, void* workspace, void* stream,

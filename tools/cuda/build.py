@@ -176,7 +176,7 @@ def load(path: Path) -> ctypes.CDLL:
     library.guarded.restype = c_void_p
     for name in ("focal_loss_workspace", "calibration_grid_workspace", "size_of"):
         getattr(library, name).restype = c_int64
-    for name in ("max_grid", "many_pixels", "rows_of_a_tile", "rows_of_warps", "chunk_of_a_row"):
+    for name in ("max_grid", "many_pixels", "rows_of_a_tile", "chunk_of_a_row"):
         getattr(library, name).restype = c_int64
     if hasattr(library, "ptxrun_error_count"):
         library.ptxrun_error_count.restype = c_int64

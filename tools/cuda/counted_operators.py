@@ -125,8 +125,8 @@ def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Co
 
 def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], dtype: torch.dtype) -> int:
     rows, classes = shape
-    if "registers" in kernel:
-        return int(library.rows_of_warps(c_int64(rows)))
+    if "registers" in kernel:  # rows_per_tile_of_warps of row_in_registers.cuh
+        return next(tile for tile in (32, 16, 8) if tile == 8 or rows // tile >= MAX_GRID // 8)
     if "tile" in kernel:
         return min(256, library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False))))
     if classes * dtype.itemsize > 16384:

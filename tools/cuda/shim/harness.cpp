@@ -76,7 +76,6 @@ int64_t rows_of_a_tile(int64_t rows, int64_t classes, int64_t bytes, int64_t end
   return cuda::plan_rows(rows, classes, static_cast<int>(bytes), end_to_end != 0, class_outermost != 0, pairs != 0)
       .rows_per_tile;
 }
-int64_t rows_of_warps(int64_t rows) { return cuda::rows_per_tile_of_warps(rows); }
 int64_t chunk_of_a_row(int64_t rows, int64_t classes, int64_t bytes) {  // 0: rows are not cut
   return cuda::plan_rows(rows, classes, static_cast<int>(bytes), true, false).chunk_classes;
 }
