@@ -25,6 +25,7 @@ from focalkern._checks import number as any_number
 from focalkern._devices import autocast_is_on, has_float64, on_device
 from focalkern._tracing import has_values
 from focalkern._types import FLOATS, HALVES, LABELS, Reduction, compute_dtype
+from focalkern.ops._dtensor import is_dtensor
 from focalkern.reference._rows import weight_of_labels
 
 
@@ -287,6 +288,11 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
     for name, value in ((input_name, input), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+        if is_dtensor(value):
+            raise TypeError(
+                f"{op}: {name} must be a tensor of this process, got a DTensor; pass {name}.full_tensor(), or "
+                f"{name}.to_local() if its rows are sharded"
+            )
         dense(op, name, value)
     check_floating(op, input_name, input)
     if input.dim() < 1:

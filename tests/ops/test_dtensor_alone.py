@@ -50,3 +50,20 @@ class TestOneProcess:
         (gradient,) = torch.autograd.grad(found.to_local(), z)
         assert gradient.placements == z.placements
         assert_close(gradient.to_local(), wanted.to_local())
+
+    @pytest.mark.parametrize("dim", [0, 1])
+    def test_losses_that_take_dtensors_or_name_the_remedy(self, mesh, dim):
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        logits, labels = torch.randn(4, 6), torch.randint(6, (4,))
+        z = DTensor.from_local(logits, mesh, [Shard(dim)])
+        target = DTensor.from_local(labels, mesh, [Shard(0) if dim == 0 else Replicate()])
+        adapted = fk.AdaFocalLoss()
+        adapted.update(torch.randn(200, 6), torch.randint(6, (200,)), distributed=False)
+        table = fk.FLSDLoss(adapted.bin_edges, adapted.bin_gammas)
+        assert torch.equal(adapted(z, target).to_local(), table(z, target).to_local())
+        for call in (fk.MMCELoss(), fk.LogitNormPenalty(), adapted.accumulate):
+            with pytest.raises(
+                TypeError, match=r"must be a tensor of this process, got a DTensor; pass \w+.full_tensor"
+            ):
+                call(z, target)
