@@ -155,6 +155,9 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     every process has the numbers of the first, from its rows, so that all stop early or save at the same step. All
     processes need the callback.
 
+    Callbacks that come after it log the numbers, too. Those of ``report_to`` come before it, so pass them yourself:
+    ``report_to=[]`` and ``callbacks=[CalibrationCallback(), TensorBoardCallback()]``.
+
     Pass the callback as ``Trainer(callbacks=[...])``. If ``trainer.add_callback`` adds it, the first evaluation before
     training has no numbers. With ``compute_loss_func`` or ``label_smoothing_factor``, ``Trainer`` passes no labels to
     the model, and no evaluation has numbers. In both cases one UserWarning says why.
@@ -187,6 +190,8 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
         self._problem = ""
         self._warned = False
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._evaluates = False
+        self._logged: dict[str, float] | None = None  # the numbers of an evaluation between its log and its end
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._attach(kwargs["model"])
@@ -208,6 +213,7 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
                 "trainer.add_callback() came after the Trainer was built, so that the callback has missed the first "
                 "batch of this evaluation; pass callbacks=[...] to Trainer, or evaluate again"
             )
+        self._evaluates = True
         if self._last is not None:
             self._kept.append(self._last)
         self._last = None
@@ -219,7 +225,24 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
         most = self.max_samples or min(_MOST_SAMPLES, max(1, _MOST_LOGITS // n_classes))
         return max(0, most - sum(len(labels) for _, labels in self._kept))
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        # Trainer logs the result of an evaluation before on_evaluate: later callbacks, such as reporters, see this.
+        if self._evaluates and any(name.endswith("_runtime") for name in logs or ()):
+            self._logged = self._numbers(logs or {})
+            self._add(self._logged, logs or {}, state)
+
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        found = self._numbers(metrics) if self._logged is None else self._logged
+        self._logged, self._evaluates = None, False
+        self._add(found, metrics, state)
+
+    def _add(self, found: dict[str, float], metrics: dict[str, float], state: Any) -> None:
+        metrics.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def _numbers(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The three numbers of the evaluation with these metrics by their names, or none with a warning."""
         kept, problem, self._kept, self._problem = self._kept, self._problem, [], ""
         known, *figures = self._figures([] if problem else kept)
         if not known:
@@ -229,13 +252,11 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
                     "no forward pass had labels that count and logits; with compute_loss_func or "
                     "label_smoothing_factor, Trainer passes no labels to the model"
                 )
-                warnings.warn(f"CalibrationCallback: no numbers for this evaluation: {problem}", stacklevel=2)
-            return
+                warnings.warn(f"CalibrationCallback: no numbers for this evaluation: {problem}", stacklevel=3)
+            return {}
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "eval")
         self.results = dict(zip((f"{prefix}_nll", f"{prefix}_ece", f"{prefix}_temperature"), figures, strict=True))
-        metrics.update(self.results)
-        if state.log_history:
-            state.log_history[-1].update(self.results)
+        return self.results
 
     def _figures(self, kept: list[tuple[Tensor, Tensor]]) -> list[float]:
         """Whether there are numbers, and the three numbers: those of the first process, on every process."""
@@ -254,7 +275,7 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
         return figures
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        self._kept, self._problem = [], ""  # the rows of trainer.predict() are of no evaluation
+        self._kept, self._problem, self._evaluates = [], "", False  # the rows of trainer.predict() are of no evaluation
 
     def _see(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if model.training:

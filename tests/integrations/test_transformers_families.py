@@ -240,6 +240,42 @@ def test_a_callback_added_late_says_what_it_missed(tmp_path):
     assert "eval_nll" in trainer.evaluate()
 
 
+def test_other_callbacks_see_the_numbers(tmp_path):
+    """Trainer logs an evaluation before on_evaluate; early stopping reads its result at on_evaluate, in any order."""
+    logged = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logged.append(dict(logs))
+
+    model = make("LlamaForCausalLM")
+    args = transformers.TrainingArguments(
+        tmp_path,
+        max_steps=4,
+        learning_rate=0.0,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_nll",
+        greater_is_better=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    callbacks = [transformers.EarlyStoppingCallback(1), CalibrationCallback(), Reporter()]
+    rows = token_rows(model)
+    trainer = transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+    trainer.train()
+    assert trainer.state.global_step == 2  # the second evaluation is not better
+    names = {"eval_nll", "eval_ece", "eval_temperature"}
+    evaluations = [logs for logs in logged if "eval_runtime" in logs]
+    assert len(evaluations) == 2
+    assert all(names < logs.keys() for logs in evaluations)
+    assert not any(names & logs.keys() for logs in logged if "eval_runtime" not in logs)
+    assert names < trainer.evaluate().keys()
+
+
 def test_a_callback_follows_model_init(tmp_path):
     """``train`` replaces the model of ``model_init``."""
     args = transformers.TrainingArguments(tmp_path, max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)

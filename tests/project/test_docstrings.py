@@ -45,6 +45,7 @@ OF_THE_ROOM = {
 HOOKS = {
     "on_evaluate",
     "on_init_end",
+    "on_log",
     "on_train_begin",
     "on_predict",
     "on_prediction_step",
