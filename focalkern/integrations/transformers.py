@@ -160,7 +160,7 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
 
     Pass the callback as ``Trainer(callbacks=[...])``. If ``trainer.add_callback`` adds it, the first evaluation before
     training has no numbers. With ``compute_loss_func`` or ``label_smoothing_factor``, ``Trainer`` passes no labels to
-    the model, and no evaluation has numbers. In both cases one UserWarning says why.
+    the model, and no evaluation has numbers; TRL's ``SFTTrainer`` computes no logits. One UserWarning says why.
 
     Args:
         n_bins: bins of the ECE.
@@ -279,6 +279,9 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
 
     def _see(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if model.training:
+            return
+        if kwargs.get("fused_lm_head"):
+            self._problem = "TRL's SFTTrainer computes no logits; evaluate the model by the Trainer of transformers"
             return
         labels = _own_loss.argument(model, args, kwargs, "labels")
         if labels is None:

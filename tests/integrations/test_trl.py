@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     trl.SFTTrainer  # noqa: B018 (TRL imports it at its first use)
 tokenizers = peer("tokenizers")
 
-from focalkern.integrations.transformers import use_focal_loss  # noqa: E402
+from focalkern.integrations.transformers import CalibrationCallback, use_focal_loss  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -138,6 +138,14 @@ def test_evaluation_and_undo(tmp_path):
         assert trainer.evaluate()["eval_loss"] < own
     assert trainer.evaluate()["eval_loss"] == own
     assert not any(module._forward_hooks for module in trainer.model.modules())
+
+
+def test_the_callback_says_that_trl_computes_no_logits(tmp_path):
+    trainer, callback = sft(tmp_path), CalibrationCallback()
+    trainer.add_callback(callback)
+    callback.on_init_end(None, None, None, model=trainer.model)
+    with pytest.warns(UserWarning, match="no numbers for this evaluation: TRL's SFTTrainer computes no logits; "):
+        assert "eval_ece" not in trainer.evaluate()
 
 
 def test_a_target_without_doubt_has_loss_and_gradient_0(tmp_path):
