@@ -91,11 +91,12 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
     Args:
         names: names of all columns except the labels.
         pattern: selects the columns of the classes by name, with ``*`` and ``?``; or several names or patterns with
-            commas between them. It does not decide the order of the classes.
+            commas between them, of which those after ``!`` leave columns out. It does not decide the order of the
+            classes.
 
     Raises:
         ColumnsError: other columns next to the numbered ones; names such as ``id``; gaps in the numbers; repeated
-            names; a pattern without a match.
+            names; a pattern, or a part of it, without a match.
     """
     places = list(range(len(names)))
     if pattern is not None:
@@ -131,26 +132,38 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
 
 
 def _matching(names: Sequence[str], pattern: str) -> list[int]:
-    """The places of the names that match the pattern, or one of its parts between commas."""
+    """The places of the names that match the pattern, or its parts between commas."""
 
     def matching(one: str) -> set[int]:
         return {place for place, name in enumerate(names) if fnmatch.fnmatchcase(name, one)}
 
     parts = [pattern] if matching(pattern) else [one.strip() for one in pattern.split(",")]
-    for one in parts:
-        if not matching(one):
-            raise ColumnsError(f"expected columns that match {one!r}, found {_listed(names)}")
-    return sorted(set().union(*map(matching, parts)))
+    found = matching("*") if parts[0].startswith("!") and not matching(parts[0]) else set()
+    for part in parts:
+        of_part = matching(part) or matching(part.removeprefix("!"))
+        if not of_part:
+            raise ColumnsError(f"expected columns that match {part.removeprefix('!')!r}, found {_listed(names)}")
+        found = found | of_part if matching(part) else found - of_part
+    if not found:
+        raise ColumnsError(f"expected columns that match {pattern!r}, found {_listed(names)}")
+    return sorted(found)
 
 
-def pattern_of_classes(names: Sequence[str]) -> str:
-    """A pattern for the columns that are probably the classes, in quotes, for the remedy of an error."""
+def pattern_of_classes(names: Sequence[str], others: Sequence[str] = ()) -> str:
+    """A pattern for the columns that are probably the classes, in quotes, for the remedy of an error.
+
+    Args:
+        names: names of all columns except the labels.
+        others: columns that are no classes; empty for those with a name such as ``id``.
+    """
     numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
     prefix = max(numbered, key=numbered.count, default="")
     if numbered:
         return f"'{prefix or '[0-9]'}*'"
-    listed = ",".join(name for name in names if not _NO_CLASS.fullmatch(name.strip()))
-    return f"'{listed}'" if 0 < len(listed) <= 60 and "'" not in listed else "'NAME,NAME,...'"
+    odd = others or [name for name in names if _NO_CLASS.fullmatch(name.strip())]
+    if len(odd) > 8 or any(set(name) & set("'*?[],") for name in odd):
+        return "'NAME,NAME,...'"
+    return f"'{','.join(['*', *(f'!{name}' for name in odd)])}'"
 
 
 def column_misfit(wanted: Sequence[str], found: Sequence[str]) -> str:

@@ -28,9 +28,9 @@ files:
       column per class. Class columns are numbered (0, 1, ... or logit_0,
       logit_1, ...) and read in the order of the numbers, or have the names of
       the classes. Any other column (an index, an id, a prediction) is an
-      error; name the class columns in this case: --logits-key 'logit_*' or
-      --logits-key 'cat,dog'. A .parquet or .feather file may have one column
-      of lists.
+      error; name the class columns in this case: --logits-key 'logit_*',
+      --logits-key 'cat,dog', or --logits-key '*,!file' for all but file. A
+      .parquet or .feather file may have one column of lists.
 In files of arrays --logits-key NAME and --labels-key NAME name the arrays.
 Labels are class numbers or class names. The first class has number 0, or the
 number of the first class column. Names are those of the class columns;

@@ -73,7 +73,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
         "--logits-key",
         metavar="NAME",
         help="name of the array of logits or probabilities; in tables, a pattern for the columns of the classes, "
-        "or several: 'p_*', 'cat,dog'",
+        "or several: 'p_*', 'cat,dog', '*,!file'",
     )
     parser.add_argument("--labels-key", metavar="NAME", help="name of the array or column of labels")
     add_ignore_index(parser)

@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--logits-key",
         metavar="NAME",
-        help="name of the array of logits; in tables, a pattern for the columns, or several: 'p_*', 'cat,dog'",
+        help="name of the array of logits; in tables, a pattern for the columns, or several: 'p_*', '*,!file'",
     )
     parser.add_argument(
         "--labels-key", metavar="NAME", help="in tables, the column of labels (default: label, labels or target)"

@@ -38,9 +38,9 @@ def from_frame(
     Args:
         frame: a column per class and a column of labels. Columns whose names are numbers, or share a prefix and end in
             a number, are the classes in the order of the numbers; other columns, in the order of the frame.
-        logits_key: a pattern with ``*`` and ``?`` for the columns of the classes, or several with commas between them:
-            ``"p_*"``, ``"cat,dog"``. None is all columns except the labels; a column that is not a class (an index, an
-            id, a prediction) is then an error.
+        logits_key: a pattern with ``*`` and ``?`` for the columns of the classes, or several with commas between them;
+            ``!`` leaves columns out: ``"p_*"``, ``"cat,dog"``, ``"*,!file"``. None is all columns except the labels; a
+            column that is not a class (an index, an id, a prediction) is then an error.
         labels_key: the column of the labels; None is ``label``, ``labels`` or ``target``. Labels are class numbers,
             also as floats, or the names of the columns. Any other names are the classes in alphabetical order, and all
             classes must occur.
@@ -287,9 +287,9 @@ class _Table:
             raise _columns_error(source, error, *hint) from error
         self.classes = ClassColumns([others[place] for place in found.places], found.names, found.numbers, found.prefix)
 
-    def _hint(self, names: Sequence[str]) -> tuple[Hint, Hint]:
-        """The hint that tells the columns of the classes among these from the others."""
-        return Hint("logits_key", pattern_of_classes(names)), Hint("labels_key", self.label_name)
+    def _hint(self, names: Sequence[str], others: Sequence[str] = ()) -> tuple[Hint, Hint]:
+        """The hint that tells the columns of the classes among ``names`` from the others."""
+        return Hint("logits_key", pattern_of_classes(names, others)), Hint("labels_key", self.label_name)
 
     def check_values(self, columns: Sequence[np.ndarray[Any, Any]]) -> None:
         """Raises if a named column holds an index or predicted classes, unlike the other columns."""
@@ -306,7 +306,7 @@ class _Table:
                     self.source,
                     "only columns of classes and labels",
                     f"{what} in {name!r}",
-                    hint=self._hint([other for other in self.classes.names if other != name]),
+                    hint=self._hint(self.classes.names, [name]),
                 )
 
 

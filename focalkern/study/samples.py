@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import count_rows, short
+from focalkern._columns import pattern_of_classes
 from focalkern._diagnostics import label_problems, pair_problems, rows_digest, sampled_parts
 from focalkern._progress import ProgressBar
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
@@ -369,13 +370,13 @@ def column_problem(samples: Samples) -> str:
     if rows is None or not rows.assumed_classes or rows.kind != "logits" or len(rows) < 20 * rows.n_classes:
         return ""
     counts = torch.bincount(rows.labels, minlength=rows.n_classes).tolist()
-    absent = [short(name) for name, count in zip(rows.classes, counts, strict=True) if count == 0]
+    absent = [name for name, count in zip(rows.classes, counts, strict=True) if count == 0]
     if not absent:
         return ""
-    shown = ", ".join(absent[:5]) + ", ..." * (len(absent) > 5)
+    shown = ", ".join(map(short, absent[:5])) + ", ..." * (len(absent) > 5)
     return (
-        f"{about_rows(samples)}: no row has the label {shown}, a column of the table. If this is no class, name the "
-        "columns of the classes (logits_key='cat,dog'); if it is, '*' takes every column."
+        f"{about_rows(samples)}: no row has the label {shown}, a column of the table. If this is no class, pass "
+        f"logits_key={pattern_of_classes(rows.classes, absent)}; if it is, logits_key='*' takes every column."
     )
 
 

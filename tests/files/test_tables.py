@@ -69,6 +69,8 @@ def same(rows, kind="logits", logits=LOGITS, labels=LABELS):
         (FRAME.add_prefix("p_").assign(y=LABELS, id="x", p=1), {"logits_key": "p_*", "labels_key": "y"}),
         (NAMED.assign(y=LABELS), {"labels_key": "y"}),
         (NAMED.assign(label=WORDS, file="x.jpg", light=LOGITS[:, 0]), {"logits_key": "cat, ant,bird,d?g"}),
+        (NAMED.assign(label=WORDS, file="x.jpg", light=LOGITS[:, 0]), {"logits_key": "*,!file,!light"}),
+        (NAMED.assign(label=WORDS, file="x.jpg", light=LOGITS[:, 0]), {"logits_key": "!file, !l*"}),
         (NAMED.assign(label=LABELS).rename(columns={"ant": "ant, red"}), {"logits_key": "*"}),
     ],
 )
@@ -85,7 +87,7 @@ def test_columns_and_labels(form, frame, options, tmp_path):
         (FRAME.assign(label=LABELS, anything=LABELS), "found 'anything' next to"),
         (
             NAMED.assign(label=WORDS, prediction=LOGITS.argmax(1)),
-            "found 'prediction'; pass logits_key='dog,bird,cat,ant', labels_key=label",
+            "found 'prediction'; pass logits_key='*,!prediction', labels_key=label",
         ),
         (NAMED.assign(label=WORDS, sample_id=0.5), "found 'sample_id'"),
         (
@@ -120,7 +122,13 @@ def test_what_may_be_no_class_is_named(form, frame, words, tmp_path):
 def test_every_name_of_a_list_must_be_a_column():
     with pytest.raises(InputError, match=r"expected columns that match 'can', found 'dog', 'bird', 'cat', 'ant'"):
         from_frame(NAMED.assign(label=WORDS), logits_key="dog,can,bird")
+    with pytest.raises(InputError, match=r"expected columns that match 'fill', found 'dog', 'bird', 'cat', 'ant'"):
+        from_frame(NAMED.assign(label=WORDS), logits_key="*,!fill")
+    with pytest.raises(InputError, match=r"expected columns that match 'cat,!cat', found 'dog', 'bird', 'cat', 'ant'"):
+        from_frame(NAMED.assign(label=WORDS), logits_key="cat,!cat")
     frame = NAMED.rename(columns={"dog": "dog, wild", "cat": "dog, white"}).assign(label=0)
+    of_marks = frame.rename(columns={"bird": "!b", "ant": "!a"})
+    assert from_frame(of_marks, logits_key="!?").classes == ("!b", "!a")
     assert from_frame(frame, logits_key="dog, w*").classes == ("dog, wild", "dog, white")  # a pattern with a comma
 
 
@@ -141,6 +149,8 @@ def test_a_column_that_may_be_no_class_is_in_the_verdict(prefix):
     found = problem(with_light)
     assert found.startswith(expected) and bool(found) == bool(expected)
     assert problem(with_light, logits_key="*") == ""
+    assert prefix or "pass logits_key='*,!light'; if it is" in found
+    assert problem(with_light, logits_key=f"*,!{prefix}light") == ""
     assert problem(with_light, logits_key=",".join(named.columns[:4])) == ""
     assert problem(with_light[:90]) == ""  # few rows may lack a class
 
