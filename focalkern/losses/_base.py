@@ -132,9 +132,10 @@ class Loss(nn.Module):
     ) -> None:
         # torch copies the valid entries before it reports the invalid ones. A half-loaded schedule must not happen, so
         # check all entries first.
-        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        current = self.state_dict()
-        expected = current.keys() | (own.keys() & self._optional_state)
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        own = {name: value for name, value in given.items() if self._owns(name)}
+        current = [name for name in self.state_dict() if self._owns(name)]
+        expected = {*current, *(own.keys() & self._optional_state)}
         # A state without the name of its class (a checkpoint of cross-entropy, a .safetensors file) is matched by the
         # names of its entries.
         kind = local_metadata.get(_KIND, _kind_of(self))
@@ -152,7 +153,7 @@ class Loss(nn.Module):
             unexpected_keys += [prefix + name for name in own if name in unexpected]
             return
         try:
-            self._check_state(own)
+            self._check_state(given)
         except (TypeError, ValueError) as error:
             error_msgs.append(str(error))
             return
@@ -161,10 +162,14 @@ class Loss(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
+    def _owns(self, name: str) -> bool:
+        """Whether an entry of a state is of the loss itself. Torch loads and reports those of a layer in it."""
+        return name.partition(".")[0] not in self._modules
+
     def _check_state(self, state: dict[str, Any]) -> None:
-        """Raises unless the state can be loaded. The names of its entries are already checked."""
+        """Raises unless the state can be loaded. The names of its own entries are already checked."""
         for name, current in self.state_dict().items():
-            if name == "_extra_state":
+            if name == "_extra_state" or (name not in state and not self._owns(name)):
                 continue
             if not isinstance(state[name], Tensor):
                 raise TypeError(f"{self._name}: {name} must be a tensor, got {type(state[name]).__name__}")

@@ -47,7 +47,7 @@ class KnownTable(FocalFamily):
         device = super()._table().edges.device
         if device.type == "meta":
             self._is_from_meta = True
-        elif had_no_values:
+        elif had_no_values or self._is_lost:
             self._filled(device)
         return self
 

@@ -45,6 +45,8 @@ def test_the_table_of_a_loss_from_the_meta_device(make):
     made[2] = copy.deepcopy(made[2])
     for name in made[3]._exact_buffers:  # as from_pretrained of transformers does
         setattr(made[3], name, torch.full_like(made[3].get_buffer(name), math.nan, device="cpu"))
+    moved = copy.deepcopy(made[3]).to("cpu")
+    assert repr(tuple(moved.buffers())) == repr(tuple(make().buffers()))
     made[4] = torch.compile(copy.deepcopy(made[3]), backend="eager", fullgraph=True)
     made[5].to("cpu")
     with torch.inference_mode():
@@ -256,6 +258,27 @@ def test_a_checkpoint_of_another_loss_is_loaded_without_it_on_demand():
     derived = model_with(type("Own", (fk.FocalLoss,), {})(torch.tensor(5.0)))
     derived.load_state_dict(one.state_dict())
     assert derived["criterion"].gamma == 2
+
+
+def test_the_layer_of_a_loss_with_a_head_loads_by_itself():
+    """It was reported as missing where it was loaded, and without its bias the schedule was not loaded."""
+    hidden, target = torch.randn(60, 4), torch.randint(5, (60,))
+    old, new = fk.LinearAdaFocalLoss(4, 5), fk.LinearAdaFocalLoss(4, 5, bias=True)
+    old.update(hidden, target)
+    found = new.load_state_dict(old.state_dict(), strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["linear.bias"], [])
+    assert torch.equal(new.bin_gammas, old.bin_gammas)
+    assert len(new.history) == 1
+    flsd = fk.LinearFLSDLoss(4, 5)
+    found = flsd.load_state_dict(old.state_dict(), strict=False)
+    assert torch.equal(flsd.linear.weight, old.linear.weight)
+    assert not any("linear" in key for key in (*found.missing_keys, *found.unexpected_keys))
+    before = copy.deepcopy(new)
+    with pytest.raises(RuntimeError, match=r"linear.weight must have shape \[5, 4\], got \[6, 4\]"):
+        new.load_state_dict(fk.LinearAdaFocalLoss(4, 6).state_dict(), strict=False)
+    assert torch.equal(new.bin_gammas, before.bin_gammas)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.* "linear.weight", "FocalLoss: the checkpoint has another'):
+        fk.FocalLoss().load_state_dict(old.state_dict())
 
 
 def through_a_file(state):
