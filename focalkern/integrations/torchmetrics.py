@@ -325,7 +325,7 @@ def _bins_from_sums(metric: Any, n_samples: int) -> metrics.ReliabilityBins:
     return metrics.ReliabilityBins(
         lower=edges[:-1].expand(weight.shape),
         upper=edges[1:].expand(weight.shape),
-        count=metric.count,
+        count=metric.count.clone(),  # the next update adds to it in place
         confidence=metric.confidence_sum / weight,
         accuracy=metric.correct_sum / weight,
         n_samples=n_samples,

@@ -80,6 +80,18 @@ def test_memory_does_not_grow_with_equal_width():
     assert int(metric.count.sum()) == 20 * 230
 
 
+@pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
+def test_bins_stay_as_they_were(estimator):
+    logits, target = sample()
+    probs = logits.softmax(-1)
+    metric = ours.CalibrationError(estimator=estimator)
+    metric.update(probs[:100], target[:100])
+    bins, expected = metric.bins(), metrics.reliability_bins(probs[:100], target[:100], estimator=estimator)
+    metric.update(probs, target)
+    assert torch.equal(bins.count, expected.count)
+    assert_close(bins.weight, expected.weight)
+
+
 def test_pixels_are_rows_and_ignored_ones_are_none():
     scores = torch.randn(2, 3, 4, 5)
     target = torch.randint(3, (2, 4, 5))
