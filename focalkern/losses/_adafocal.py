@@ -63,6 +63,8 @@ class AdaFocalLoss(KnownTable):
     The ``state_dict`` holds the bins, the history and the accumulated samples, so that training can continue from any
     point. The settings come from the constructor; loading gammas outside its [gamma_min, gamma_max] raises an error.
     The state has three tensors; the third, ``_extra_state``, holds history and samples as bytes, so its length varies.
+    The loader of ``torch.distributed.checkpoint`` refuses another length: convert its checkpoint with
+    ``torch.distributed.checkpoint.format_utils.dcp_to_torch_save``, then call ``load_state_dict``.
     In distributed training, the ``state_dict`` of each rank holds only the samples of that rank. The buffers move to
     the device of the logits at the first call.
 
