@@ -271,7 +271,7 @@ def grid_heatmap(
     mesh = axes.pcolormesh(
         _cell_edges(temperatures),
         np.arange(len(gammas) + 1) - 0.5,
-        np.ma.masked_invalid(np.where(table == 0, low, table)),
+        np.ma.masked_invalid(np.maximum(table, low)),
         cmap="cividis_r",
         norm=LogNorm(low, high),
         rasterized=True,
@@ -356,11 +356,14 @@ def colour_range(table: np.ndarray[Any, Any], criterion: str) -> tuple[float, fl
     # Log 0 is not finite: 0 gets the colour of the smallest positive value.
     positive = table[np.isfinite(table) & (table > 0)]
     low, top = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
+    # If all rows are right, the scores fall to 0 with T, and multiples of the lowest are no useful range.
+    least = 1e-3 * float(np.median(positive)) if positive.size else 0.0
     # Cells far above the minimum need no distinct colours; the scale ends above the optimum of each gamma. A proper
     # score has a lower bound above 0, so its useful range is a small multiple of the minimum.
     finite = np.where(np.isfinite(table), table, np.inf)
     optima = finite.min(1)
-    far, beyond = (40, 4) if criterion in ("ece", "mce") else (2, 1.2)
+    far, beyond = (40, 4) if criterion in ("ece", "mce") or low < least else (2, 1.2)
+    low = max(low, least)
     high = max(min(top, max(low * far, float(optima[np.isfinite(optima)].max()) * beyond)), low * 1.02)
     return low, high, top
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from focalkern import metrics
-from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid
+from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 
 scipy_stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
 plots = pytest.importorskip("focalkern.plots", reason="matplotlib is not installed", exc_type=ImportError)
@@ -336,6 +336,20 @@ def test_a_map_leaves_cells_that_are_not_finite_blank():
 )
 def test_a_map_of_awkward_values_can_be_drawn(table, gammas, temperatures):
     png(plots.grid_heatmap(some_grid(table, gammas, temperatures)))
+
+
+@pytest.mark.parametrize("criterion", ["nll", "brier"])
+def test_a_map_of_rows_that_are_all_right_has_more_than_two_colours(criterion):
+    """The scores fall to 0 with T: colours for small multiples of the lowest would leave one for all temperatures."""
+    labels = torch.arange(500) % 5
+    logits = 6 * torch.nn.functional.one_hot(labels, 5) + 0.5 * torch.randn(500, 5, dtype=torch.float64)
+    temperatures = torch.linspace(0.01, 5, 100)
+    grid = calibration_grid(logits, labels, gammas=[0.0, 1.0], temperatures=temperatures, criteria=(criterion,))
+    table = grid.tables[criterion].numpy()
+    low, high, top = plots.colour_range(table, criterion)
+    assert float(table[table > 0].min()) < 1e-9 < low < high < top
+    assert ((table > low) & (table < high)).mean() > 0.05
+    png(plots.grid_heatmap(grid, criterion))
 
 
 def test_a_map_of_the_papers_size_can_be_drawn():
