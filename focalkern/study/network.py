@@ -48,9 +48,8 @@ class Task:
         found = []
         for name in names:
             place = _in_folder(self._folder, name)
-            stamp = stamp_of(
-                place, self._settings
-            )  # before the computation: a file that changes meanwhile is a new task
+            # Before the computation: a file that changes meanwhile is a new task.
+            stamp = stamp_of(place, self._settings)
             found.append(({**record_of(place, self._settings, self._words), "path": name}, stamp))
         return found
 
