@@ -138,12 +138,15 @@ def _matching(names: Sequence[str], pattern: str) -> list[int]:
         return {place for place, name in enumerate(names) if fnmatch.fnmatchcase(name, one)}
 
     parts = [pattern] if matching(pattern) else [one.strip() for one in pattern.split(",")]
-    found = matching("*") if parts[0].startswith("!") and not matching(parts[0]) else set()
+    chosen: set[int] = set()
+    left_out: set[int] = set()
     for part in parts:
+        group = chosen if matching(part) else left_out
         of_part = matching(part) or matching(part.removeprefix("!"))
         if not of_part:
             raise ColumnsError(f"expected columns that match {part.removeprefix('!')!r}, found {_listed(names)}")
-        found = found | of_part if matching(part) else found - of_part
+        group |= of_part
+    found = (chosen or matching("*")) - left_out
     if not found:
         raise ColumnsError(f"expected columns that match {pattern!r}, found {_listed(names)}")
     return sorted(found)
@@ -156,10 +159,11 @@ def pattern_of_classes(names: Sequence[str], others: Sequence[str] = ()) -> str:
         names: names of all columns except the labels.
         others: columns that are no classes; empty for those with a name such as ``id``.
     """
-    numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
+    numbered = [match[1] for name in names if not others and (match := _NUMBERED.fullmatch(name.strip()))]
     prefix = max(numbered, key=numbered.count, default="")
-    if numbered:
-        return f"'{prefix or '[0-9]'}*'"
+    if numbered.count(prefix) > 1:  # as class_columns: one number does not make a group
+        is_alone = prefix and sum(name.startswith(prefix) for name in names) == numbered.count(prefix)
+        return f"'{prefix}*'" if is_alone else f"'{prefix}[0-9]*'"
     odd = others or [name for name in names if _NO_CLASS.fullmatch(name.strip())]
     if len(odd) > 8 or any(set(name) & set("'*?[],") for name in odd):
         return "'NAME,NAME,...'"

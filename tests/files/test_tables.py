@@ -71,6 +71,7 @@ def same(rows, kind="logits", logits=LOGITS, labels=LABELS):
         (NAMED.assign(label=WORDS, file="x.jpg", light=LOGITS[:, 0]), {"logits_key": "cat, ant,bird,d?g"}),
         (NAMED.assign(label=WORDS, file="x.jpg", light=LOGITS[:, 0]), {"logits_key": "*,!file,!light"}),
         (NAMED.assign(label=WORDS, file="x.jpg", light=LOGITS[:, 0]), {"logits_key": "!file, !l*"}),
+        (NAMED.assign(label=WORDS, file="x.jpg", light=LOGITS[:, 0]), {"logits_key": "!file,*,!light"}),
         (NAMED.assign(label=LABELS).rename(columns={"ant": "ant, red"}), {"logits_key": "*"}),
     ],
 )
@@ -91,8 +92,16 @@ def test_columns_and_labels(form, frame, options, tmp_path):
         ),
         (NAMED.assign(label=WORDS, sample_id=0.5), "found 'sample_id'"),
         (
-            NAMED.assign(label=WORDS, other=LOGITS.argmax(1)),
-            "found whole numbers only, as predicted classes are, in",
+            NAMED.assign(label=WORDS, sample_id=0.5).rename(columns={"dog": "dog1"}),
+            "found 'sample_id'; pass logits_key='*,!sample_id', labels_key=label",
+        ),
+        (
+            FRAME.add_prefix("p_").assign(label=LABELS, p_max=0.5),
+            "found 'p_max' next to 'p_0' to 'p_3'; pass logits_key='p_[0-9]*', labels_key=label",
+        ),
+        (
+            NAMED.assign(label=WORDS, top5=LOGITS.argmax(1)),
+            "whole numbers only, as predicted classes are, in 'top5'; pass logits_key='*,!top5', labels_key=label",
         ),
         (NAMED.assign(label=WORDS, other=range(7, 67)), "found the numbers of the rows in 'other'"),
         (FRAME.rename(columns={3: 6}).assign(label=LABELS), "found 0 to 6 without '3', '4', '5'"),
