@@ -104,7 +104,7 @@ def executor_of(engine: str) -> Iterator[Executor | None]:
 
 
 def measure(names: list[str], engine: str, client_only: bool, note: str) -> dict[str, Any]:
-    made: Any = implementation._Task
+    made: Any = implementation.Task
     with executor_of(engine) as executor, tempfile.TemporaryDirectory() as report:
         jobs = 2 if engine == "2 processes" else 1
         batch = 10 if engine.endswith("batch=10") else 1
@@ -112,13 +112,13 @@ def measure(names: list[str], engine: str, client_only: bool, note: str) -> dict
             fk.sweep(names[:4], executor=executor, jobs=jobs)
         if client_only:
             known = Known(fk.sweep_one(names[0]))
-            implementation._Task = lambda *_: known  # type: ignore[assignment, misc]
+            implementation.Task = lambda *_: known  # type: ignore[assignment, misc]
         try:
             wall, cpu, every = time.perf_counter(), time.process_time(), cpu_of_all()
             found = fk.sweep(names, folder=report, jobs=jobs, executor=executor, batch=batch, progress=False)
             wall, cpu, every = time.perf_counter() - wall, time.process_time() - cpu, cpu_of_all() - every
         finally:
-            implementation._Task = made  # type: ignore[misc]
+            implementation.Task = made  # type: ignore[misc]
     assert len(found.networks) == len(names)
     return row("client" if client_only else "whole", engine, len(names), wall, cpu, every, note)
 

@@ -246,3 +246,11 @@ def test_calibrated_rows_are_calibrated():
     probs, target = small_models.calibrated(4, 20_000, 0)
     hits = torch.nn.functional.one_hot(target, 4)
     assert (hits - probs).mean(0).abs().max() < 0.015
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the processor time of all processes is in /proc")
+def test_the_time_of_the_client_is_measured_without_the_computation(tmp_path):
+    """The benchmark replaces the task of a sweep."""
+    sweep = pytest.importorskip("benchmarks.sweep")
+    found = sweep.measure(sweep.write_files(tmp_path, 4), "1 process", True, "")
+    assert (found["measured"], found["networks"]) == ("client", 4)
