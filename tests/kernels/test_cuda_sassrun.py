@@ -27,6 +27,7 @@ KNOWN = [  # of sm_90, of sm_100, of both
     "@UP0 UPRMT UR4, UR4, 0x5410, URZ",
     "MOV.SPILL R238, UR5",
     "R2UR.FILL UR5, R238",
+    "R2P PR, R72, 0x1c",
 ]
 UNKNOWN = {
     "FMNMX4 R3, R3, R4, R5, R6, !PT": "unknown instruction",

@@ -67,6 +67,24 @@ class ForwardOnly:
         return (lambda *_: 0) if name.endswith("backward") else getattr(self._library, name)
 
 
+class WholeForward:
+    """The library, whose forward launches run all blocks: the backward pass reads what they wrote."""
+
+    def __init__(self, library: ctypes.CDLL, blocks: int) -> None:
+        self._library, self._blocks = library, blocks
+
+    def __getattr__(self, name: str) -> object:
+        launch = getattr(self._library, name)
+
+        def whole(*arguments: object) -> int:
+            self._library.ptxrun_set(b"only_blocks", c_int64(0))
+            status: int = launch(*arguments)
+            self._library.ptxrun_set(b"only_blocks", c_int64(self._blocks))
+            return status
+
+        return whole if name.endswith("forward") else launch
+
+
 def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]) -> Iterator[Count]:
 
     for kind, shape, resident in FOCAL_LOSS:
@@ -113,11 +131,18 @@ def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Co
         target = torch.randint(classes, (rows,))
         if soft := targets == " probabilities":
             target = (3 * torch.randn(64, classes)).softmax(1).to(dtype).repeat(rows // 64, 1)
-        run_focal_loss(library, logits, target, gamma, torch.ones(1, dtype=real_of(dtype)), reduction="sum",
-                       label_smoothing=0.1 if "smooth" in targets else 0.0, kind=number_of(specs[loss].name),
-                       epsilon=1.5, target_gradient=False)  # fmt: skip
+        arguments = (logits, target, gamma, torch.ones(1, dtype=real_of(dtype)))
+        options = {"reduction": "sum", "label_smoothing": 0.1 if "smooth" in targets else 0.0, "epsilon": 1.5,
+                   "kind": number_of(specs[loss].name), "target_gradient": False}  # fmt: skip
+        run_focal_loss(library, *arguments, **options)
+        codes = executed(library)
+        if any(
+            rows_of_a_block(library, name, (rows, classes), dtype) != rows_of_lanes(classes, dtype) for name in codes
+        ):
+            run_focal_loss(WholeForward(library, blocks), *arguments, **options)
+            codes |= {name: code for name, code in executed(library).items() if "backward" in name}
         library.ptxrun_set(b"only_blocks", c_int64(0))
-        for name, code in executed(library).items():
+        for name, code in codes.items():
             some = taken_by(blocks, rows, rows_of_a_block(library, name, (rows, classes), dtype))
             moved = some * (classes * dtype.itemsize * (soft + (2 if "backward" in name else 1)) + 20)
             yield Count(case, short(name), **count(code, some * classes, moved))
@@ -129,9 +154,12 @@ def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], d
         return next(tile for tile in (32, 16, 8) if tile == 8 or rows // tile >= MAX_GRID // 8)
     if "tile" in kernel:
         return min(256, library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False))))
-    if classes * dtype.itemsize > 16384:
-        return 1
-    return 256 // min(32, 1 << (-(-classes // 16) - 1).bit_length())  # threads of a row
+    return rows_of_lanes(classes, dtype)
+
+
+def rows_of_lanes(classes: int, dtype: torch.dtype) -> int:
+    """The rows of a block if lanes of a warp, a warp or the block take one."""
+    return 1 if classes * dtype.itemsize > 16384 else 256 // min(32, 1 << (-(-classes // 16) - 1).bit_length())
 
 
 def sigmoid_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:

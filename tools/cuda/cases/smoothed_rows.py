@@ -30,7 +30,7 @@ def shares_for(logits):
     return (2 * torch.randn(logits.shape)).softmax(1).to(logits.dtype)
 
 
-# One, two or four rows for each warp of a block; the last tile is not full; a row is ignored, a label is wrong.
+# One, two or four rows for each warp of a block, which takes several tiles or one; a row is ignored, a label is wrong.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 @pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize(("rows", "classes"), [(45, 520), (70, 1000)])
@@ -38,7 +38,7 @@ def test_rows_in_registers(library, dtype, gamma, rows, classes):
     logits = (3 * torch.randn(rows, classes)).to(dtype)
     target = labels_for(logits)
     target[-3:-1] = 7
-    for grid in (3, 24, 2048):
+    for grid in (1, 24, 2048):
         with blocks_at_once(library, grid):
             check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, ignore_index=7)
             if dtype in NARROW:

@@ -304,12 +304,6 @@ FAULTS = [
         "return true;",
     ),
     Fault(
-        "rows in registers: the next tile does not wait",
-        "row_in_registers.cuh",
-        "0, 1), thread);\n    __syncthreads();\n",
-        "0, 1), thread);\n",
-    ),
-    Fault(
         "a sum over the warp has the first number in place of one without a partner",
         "row_in_registers.cuh",
         "numbers[k + half < count ? k + half : k]",
@@ -334,12 +328,6 @@ FAULTS = [
         "smoothed_numbers.cuh",
         "at = at + 1 < count ? at + 1 : 0;",
         "at = at + 2 < count ? at + 2 : 0;",
-    ),
-    Fault(
-        "short smoothed rows: the next tile does not wait",
-        "row_loss_smoothed.cu",
-        "__syncthreads();  // before the next tile",
-        "",
     ),
     Fault(
         "the largest class of a row in registers is not apart",

@@ -310,6 +310,9 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
   } else if (base == "P2R") {
     in.op = s_P2R;
     all();
+  } else if (base == "R2P") {
+    in.op = s_R2P;
+    all();
   } else if (base == "POPC") {
     in.op = s_POPC;
     all();

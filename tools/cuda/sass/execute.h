@@ -8,6 +8,13 @@ namespace ptxrun {
 struct SassExecute : SassFloats {
   using SassFloats::SassFloats;
 
+  static Operand predicate(const SInstr& in, int index) {
+    Operand p;
+    p.kind = in.uniform ? oUP : oP;
+    p.index = index;
+    return p;
+  }
+
   void exec(const SInstr& in, const Instr& carrier, int l) {
     const std::vector<Operand>& o = in.o;
     switch (in.op) {
@@ -204,13 +211,16 @@ struct SassExecute : SassFloats {
         u32 v = raw(o[2], l);
         const u32 m = raw(o[3], l);
         for (int i = 0; i < 7; ++i) {
-          if (!(m >> i & 1)) continue;
-          Operand p;
-          p.kind = in.uniform ? oUP : oP;
-          p.index = i;
-          v = (v & ~(1u << i)) | static_cast<u32>(pred(p, l)) << i;
+          if (m >> i & 1) v = (v & ~(1u << i)) | static_cast<u32>(pred(predicate(in, i), l)) << i;
         }
         return set(o[0], l, v);
+      }
+      case s_R2P: {
+        const u32 v = raw(o[1], l), m = raw(o[2], l);
+        for (int i = 0; i < 7; ++i) {
+          if (m >> i & 1) setp(predicate(in, i), l, v >> i & 1);
+        }
+        return;
       }
       case s_FLO: {
         const u32 v = ival(o[1], l);

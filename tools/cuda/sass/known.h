@@ -70,6 +70,7 @@ inline const std::map<std::string, std::set<std::string>>& modifiers() {
         {"PLOP3", "LUT"},
         {"POPC", ""},
         {"PRMT", ""},
+        {"R2P", ""},
         {"R2UR", "FILL"},
         {"REDG", "E GPU MIN S64 STRONG"},
         {"RET", "NODEC REL"},

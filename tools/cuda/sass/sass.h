@@ -73,6 +73,7 @@ enum SOp : u8 {
   s_CS2R,
   s_R2UR,
   s_P2R,
+  s_R2P,
   s_BRA,
   s_BRADIV,
   s_BRX,
@@ -90,7 +91,7 @@ enum SOp : u8 {
   s_FLO
 };
 constexpr u32 kParams90 = 0x210, kParams100 = 0x380;  // offset of the parameters in c[0x0]
-constexpr int kZero = 255;  // RZ and URZ; neither register file has as many registers
+constexpr int kZero = 255;                            // RZ and URZ; neither register file has as many registers
 enum OKind : u8 { oNONE, oR, oU, oP, oUP, oIMM, oCONST, oPR };
 struct Operand {
   OKind kind = oNONE;
