@@ -1,4 +1,4 @@
-// Rows of a matrix that a warp keeps in registers: of more than half of kClassesOfWarp classes, and at most as many.
+// Rows of a matrix that a warp keeps in registers: of 513 to 1024 classes.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -61,7 +61,7 @@ class RowOfLane {
     }
   }
 
-  // Of the whole row.
+  // The largest logit of the whole row.
   __device__ __forceinline__ float largest() const {
     float max = -kInfinity<float>;
     each([&](float z, int, int) { max = fmax(max, z); });
@@ -133,7 +133,8 @@ bool fits_registers(const Scalar* data, const RowLayout& layout, int64_t rows, i
          classes > kClassesOfWarp / 2 && classes <= kClassesOfWarp;
 }
 
-// The rows of a tile: a warp finishes them, a lane each. Fewer if that leaves too few tiles.
+// The number of rows of a tile: one for each lane of the warp that finishes them, or fewer if there would be too few
+// tiles.
 inline int rows_per_tile_of_warps(int64_t rows) {
   int count = kWarp;
   while (count > kWarpsPerBlock && rows / count < kMaxGrid / 8) count /= 2;

@@ -22,9 +22,11 @@
 namespace focalkern::cuda {
 namespace {
 
+template <typename Scalar>
+constexpr int kBackwardBlocks = sizeof(Scalar) == sizeof(double) ? 2 : kMostBlocks;
 // Forward, two vectors of 16-bit numbers need more registers.
 template <typename Scalar>
-constexpr int kForwardBlocks = sizeof(Scalar) < sizeof(float) ? 3 : kBlocksAtOnce<Scalar>;
+constexpr int kForwardBlocks = sizeof(Scalar) < sizeof(float) ? 3 : kBackwardBlocks<Scalar>;
 
 // The classes of a row with their own formulas: the label and the largest one.
 template <typename Scalar, int kGamma>
@@ -220,7 +222,7 @@ __global__ __launch_bounds__(kBlock, 2) void smoothed_focal_statistics_kernel(
 }
 
 template <typename Scalar, int kGamma>
-__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void smoothed_focal_backward_kernel(
+__global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_focal_backward_kernel(
     const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
   using Real = compute_t<Scalar>;
   const Real share = uniform_share<true>(args);

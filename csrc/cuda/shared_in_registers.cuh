@@ -54,6 +54,7 @@ class SharedRowOfLane {
     });
     float numbers[] = {rest, share, once, twice, depth, fall, fall2};
     const float number = sum_over_warp(numbers, lane);
+    static_assert(offsetof(SharedSums<float>, max) == 7 * sizeof(float), "the numbers of a warp come first");
     return lane == 7 * kLanesOfNumber ? max : number;
   }
 

@@ -9,7 +9,7 @@
 
 namespace focalkern::cuda {
 
-// The sums over all classes of a row but the first of the largest.
+// The sums over all classes of a row but the first of the largest. A warp writes those up to `max` by their place.
 template <typename Real>
 struct SharedSums {
   Real rest;   // of e

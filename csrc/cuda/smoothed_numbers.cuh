@@ -16,12 +16,12 @@ constexpr float kLn2 = 0.693147181f;
 struct SmoothedNumbers {
   float rest;     // sum of e', without classes that equal the largest
   float ties;     // number of those classes
-  float depth;    // of s t
+  float depth;    // of s t / c
   float fall;     // of e' t
   float squares;  // of e'^2
   float fall2;    // of e'^2 t
   float error;    // d
-  float max;
+  float max;      // m
 
   __device__ __forceinline__ SmoothedSums<float> sums(float share, float classes) const {
     const float factor = power_of_two(-error), factor2 = factor * factor;
@@ -29,7 +29,7 @@ struct SmoothedNumbers {
     return {max,
             of_rest,
             of_squares - 1,
-            (share * classes * error - depth) * kLn2,
+            share * classes * (error * kLn2) - depth,
             (error * (of_rest + 1) - factor * fall) * kLn2,
             (error * of_squares - factor2 * fall2) * kLn2,
             kNoClass};
@@ -40,7 +40,7 @@ template <int kGamma>
 class SmoothedTerms {
  public:
   __device__ __forceinline__ SmoothedTerms(float max, float share)
-      : max_(max), share_(share), is_near_(fabsf(max) < kFar), base_(is_near_ ? max * kLog2E : exp_base(max)) {}
+      : max_(max), share_(share), is_near_(fabsf(max) < kNear), base_(is_near_ ? max * kLog2E : exp_base(max)) {}
 
   // each(take) calls take(logit) for some classes of the row.
   template <typename Each>
@@ -48,23 +48,26 @@ class SmoothedTerms {
     SmoothedNumbers sums;
     if (is_near_) {
       sums = {0, 0, 0, 0, 0, 0, fmaf(max_, kLog2E, -base_), max_};
+      const float of_t = share_ * kLn2;
       each([&](float z) {
         const float t = fmaf(z, kLog2E, -base_);
-        add(sums, z, t, t, share_ * t);
+        add(sums, z, t, t, of_t * t);
       });
-      // Otherwise a logit is -inf or NaN, or t is too large.
+      // Otherwise a logit is -inf or NaN, or t overflows.
       if (sums.depth > -kInfinity<float>) return sums;
     }
+    // Without the error in the depth, which is large or not finite here.
     sums = {0, 0, 0, 0, 0, 0, is_near_ ? sums.error : 0.0f, max_};
     each([&](float z) {
       const float x = z - exp_base(max_), t = is_near_ ? fmaf(z, kLog2E, -base_) : x * kLog2E;
-      add(sums, z, t, fmaxf(t, -1e4f), share_ * kLog2E * x);
+      add(sums, z, t, fmaxf(t, kLeast), share_ * x);
     });
     return sums;
   }
 
  private:
-  static constexpr float kFar = 1024;  // below this magnitude of m, |d| < 1e-4; beyond, d is 0
+  static constexpr float kNear = 1024;    // below this magnitude of m, |d| < 1e-4; beyond, d is 0
+  static constexpr float kLeast = -1e4f;  // 2^kLeast is 0, and its product with a finite number, too
 
   static __device__ __forceinline__ void add(SmoothedNumbers& sums, float z, float t, float finite, float deeper) {
     const float e = power_of_two(t), et = e * finite;
@@ -97,6 +100,8 @@ __device__ __forceinline__ float smoothed_number(const RowOfLane<Scalar>& row, f
       SmoothedTerms<kGamma>(row.largest(), share).of([&](auto take) { row.each([&](float z, int, int) { take(z); }); });
   float numbers[] = {sums.rest, sums.ties, sums.depth, sums.fall, sums.squares, sums.fall2};
   const float number = sum_over_warp(numbers, lane);
+  static_assert(offsetof(SmoothedNumbers, error) == 6 * sizeof(float) &&
+                sizeof(sums) == kNumbersOfWarp * sizeof(float));
   if (lane == 6 * kLanesOfNumber) return sums.error;
   return lane == 7 * kLanesOfNumber ? sums.max : number;
 }
@@ -112,7 +117,7 @@ class ShortRowOfLane {
   __device__ __forceinline__ ShortRowOfLane(const Scalar* own, int count, Step step, int row, bool around)
       : count_(count), is_odd_(count % 2 != 0) {
     if (around) {
-      int at = row & ((1 << (31 - __clz(count))) - 1);
+      int at = row & ((1 << (31 - __clz(count | 1))) - 1);
       each_index([&](int k) {
         values_[k] = load_as_compute(own[at * step]);
         at = at + 1 < count ? at + 1 : 0;

@@ -75,7 +75,7 @@ def test_short_smoothed_rows(library, dtype, first):
         gamma = GAMMAS[classes % 3]
         logits = (3 * torch.randn(75, classes)).to(dtype)
         target = labels_for(logits)
-        target[5] = -100
+        target[5], target[6] = -100, classes
         check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, reduction="none")
         if classes % 4 == 2:
             logits = logits.repeat(4, 1)
@@ -108,6 +108,17 @@ def test_far_logits_of_smoothed_rows(library, dtype, classes):
             check_focal_loss(library, logits, shares_for(logits), gamma, reduction="none")
 
 
+# Masks of the least finite number under strong smoothing: the loss is large and finite.
+@pytest.mark.parametrize("classes", [6, 100, 760])
+def test_masked_classes_of_smoothed_rows(library, classes):
+    logits = torch.randn(3, classes)
+    logits[1, 1:] = torch.finfo(torch.float32).min
+    logits[2, classes // 2 :] = torch.finfo(torch.float32).min
+    target = torch.zeros(3, dtype=torch.int64)
+    for gamma in GAMMAS:
+        check_focal_loss(library, logits, target, gamma, label_smoothing=0.8, reduction="none")
+
+
 # A NaN makes its row NaN, an infinite logit too; an impossible class has an infinite loss.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 @pytest.mark.parametrize("classes", [6, 16, 100, 760])
@@ -118,7 +129,7 @@ def test_infinite_logits_of_smoothed_rows(library, dtype, classes):
         for place in (0, classes // 2, classes - 1):
             rows = logits.clone()
             rows[2, place] = value
-            loss = run_focal_loss(library, rows, target, 2.0, torch.ones(4), reduction="none", label_smoothing=0.1)[
-                "loss"
-            ]
+            loss = run_focal_loss(
+                library, rows, target, GAMMAS[place % 3], torch.ones(4), reduction="none", label_smoothing=0.1
+            )["loss"]
             assert is_expected(loss[2]) and loss[[0, 1, 3]].isfinite().all()
