@@ -329,13 +329,4 @@ FAULTS = [
         "at = at + 1 < count ? at + 1 : 0;",
         "at = at + 2 < count ? at + 2 : 0;",
     ),
-    Fault(
-        "the largest class of a row in registers is not apart",
-        "shared_in_registers.cuh",
-        "v * kWarp * kSize + k == apart",
-        "false",
-    ),
-    Fault(
-        "shares in registers are not smoothed", "shared_in_registers.cuh", "kept * targets[k] + spread", "targets[k]"
-    ),
 ]
