@@ -66,6 +66,13 @@ def test_registers_of_rows_with_gaps(library, dtype, gap):
         check_focal_loss(library, logits, shares, 2.0, reduction="none")
 
 
+# Rows that neither fit a tile nor fill registers, of several tiles for a block.
+def test_smoothed_rows_of_other_kernels(library):
+    for classes in (300, 1030):
+        logits = 3 * torch.randn(60, classes)
+        check_focal_loss(library, logits, labels_for(logits), 2.0, label_smoothing=0.1)
+
+
 # Every number of classes of a thread and of lanes, also where rows begin in few banks of shared memory, in one tile and
 # in several for a block.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
@@ -106,6 +113,20 @@ def test_far_logits_of_smoothed_rows(library, dtype, classes):
             check_focal_loss(library, logits, target, gamma, label_smoothing=smoothing, reduction="none")
         if dtype in NARROW:
             check_focal_loss(library, logits, shares_for(logits), gamma, reduction="none")
+
+
+# The saved log S keeps its digits where the other classes are small beside the largest.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("classes", [6, 16, 100, 760])
+def test_digits_of_confident_smoothed_rows(library, dtype, classes):
+    logits = torch.randn(5, classes)
+    logits[torch.arange(5), torch.arange(5)] = torch.tensor([8.0, 13.0, 18.0, 25.0, 36.0])
+    logits = logits.to(dtype)
+    expected = logits.double().scatter(1, torch.arange(5)[:, None], -torch.inf).logsumexp(1) - logits.double().amax(1)
+    for target in (torch.zeros(5, dtype=torch.int64), shares_for(logits)):
+        actual = run_focal_loss(library, logits, target, 2.0, torch.ones(5), reduction="none", label_smoothing=0.1)
+        log_s = actual["saved"][5:10].double()
+        torch.testing.assert_close(log_s, expected.exp().log1p(), rtol=1e-5, atol=0)
 
 
 # Masks of the least finite number under strong smoothing: the loss is large and finite.

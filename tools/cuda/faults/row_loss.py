@@ -304,10 +304,10 @@ FAULTS = [
         "return true;",
     ),
     Fault(
-        "a sum over the warp has the first number in place of one without a partner",
+        "both halves of the warp give the same number",
         "row_in_registers.cuh",
-        "numbers[k + half < count ? k + half : k]",
-        "numbers[k + half < count ? k + half : 0]",
+        "is_upper ? low : high, offset",
+        "low, offset",
     ),
     Fault("classes that equal the largest are not counted", "smoothed_numbers.cuh", "sums.ties += 1;", ""),
     Fault(
