@@ -1,25 +1,13 @@
 """Rows of label smoothing and class probabilities that warps keep in registers, and short rows of label smoothing."""
 
-import contextlib
-from ctypes import c_int64
-
 import pytest
 import torch
 
+from tools.cuda.cases.blind_spots import most_blocks
 from tools.cuda.cases.common import NARROW
 from tools.cuda.cases.focal_loss import check_focal_loss, run_focal_loss
 
 GAMMAS = [0.0, 1.0, 2.0]
-
-
-@contextlib.contextmanager
-def blocks_at_once(library, count):
-    before = library.max_grid()
-    library.set_max_grid(c_int64(count))
-    try:
-        yield
-    finally:
-        library.set_max_grid(c_int64(before))
 
 
 def labels_for(logits):
@@ -39,7 +27,7 @@ def test_rows_in_registers(library, dtype, gamma, rows, classes):
     target = labels_for(logits)
     target[-3:-1] = 7
     for grid in (1, 24, 2048):
-        with blocks_at_once(library, grid):
+        with most_blocks(library, grid):
             check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, ignore_index=7)
             if dtype in NARROW:
                 check_focal_loss(library, logits, shares_for(logits), gamma, label_smoothing=0.1)
