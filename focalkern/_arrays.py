@@ -72,9 +72,10 @@ def as_tensor(
 def refuse_masked(values: Any, what: str) -> None:
     """Raises TypeError for a NumPy array with masked values: the conversion to a tensor would unmask them."""
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        labels = ", or pass labels as target.filled(-100) with ignore_index=-100" if values.dtype.kind in "iu" else ""
         raise TypeError(
             f"{what} must have no masked values, got {int(np.sum(values.mask)):,} of {values.size:,}; leave these "
-            "rows out, or pass labels as target.filled(-100) with ignore_index=-100"
+            f"rows out{labels}"
         )
 
 
