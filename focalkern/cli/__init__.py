@@ -1,6 +1,7 @@
 """The command ``focalkern``: calibrate logits, evaluate them, apply a saved calibrator, sweep over many networks."""
 
 import argparse
+import codecs
 import contextlib
 import importlib.util
 import io
@@ -19,6 +20,8 @@ from focalkern.files import InputError
 __all__ = ["main"]
 
 _EXTRA = ("tabulate", "matplotlib", "jinja2")  # packages of the extra cli without which commands fail
+# Handlers of unprintable characters in place of Python's two: the second is that of the C locale.
+_HANDLERS = {"strict": "backslashreplace", "surrogateescape": "focalkern_names"}
 _COMMANDS = (calibrate, evaluate, apply, card, sweep, demo, info)
 
 
@@ -46,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Ctrl-C; 143 after SIGTERM.
     """
     # A character that the terminal lacks, or the bytes of a file name, must not end the command after its computation.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _HANDLERS:
+        sys.stdout.reconfigure(errors=_HANDLERS[sys.stdout.errors])
     parser = _Parser(prog="focalkern", description="Calibrates trained classifiers and measures the result.")
     parser.add_argument("--version", action="version", version=f"focalkern {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
@@ -91,6 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(parsed.command, "terminated", code=128 + signal.SIGTERM)
     except KeyboardInterrupt:
         return _fail(parsed.command, "interrupted", code=130)
+
+
+def _names(error: UnicodeError) -> tuple[str | bytes, int]:
+    """The bytes of a file name, as surrogateescape; other characters as backslashreplace."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.backslashreplace_errors(error)
+
+
+codecs.register_error("focalkern_names", _names)
 
 
 class _Terminated(KeyboardInterrupt):

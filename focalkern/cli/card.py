@@ -1,6 +1,8 @@
 """``focalkern card``: a card for a saved calibrator."""
 
 import argparse
+import io
+import sys
 from typing import Any
 
 from focalkern._atomic import write_atomically
@@ -34,8 +36,12 @@ def _run(arguments: argparse.Namespace) -> int:
             raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
     card = calibrator_card(arguments.calibrator)
     if arguments.out is None:
+        # Markdown in a file or pipe is UTF-8 in every locale; the terminal prints its own encoding.
+        if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+            sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
         print(card, end="")
     else:
-        write_atomically(arguments.out, card.encode())
+        # A path may contain bytes that are not UTF-8.
+        write_atomically(arguments.out, card.encode(errors="surrogateescape"))
         print(f"Card: {arguments.out}")
     return 0

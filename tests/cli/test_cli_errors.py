@@ -261,3 +261,15 @@ def test_names_that_the_terminal_cannot_print(single, tmp_path, encoding):
     assert (done.returncode, done.stderr) == (0, b"")
     name = "λ-" if encoding == "utf-8" else "\\u03bb-"
     assert f"{name}\\udcff.npz; 15 bins" in done.stdout.decode()
+
+
+def test_the_c_locale_prints_file_names_and_replaces_other_characters(single, tmp_path):
+    """Its handler of errors keeps the bytes of names, but raised for any other character."""
+    path = os.path.join(os.fsencode(tmp_path), "λ.npz".encode())
+    os.rename(single, path)
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment.pop("PYTHONIOENCODING", None)
+    code = "import sys, focalkern.cli as cli; code = cli.main(sys.argv[1:]);print('\\u2192'); sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", code, "evaluate", path], capture_output=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "λ.npz; 15 bins".encode() in done.stdout and done.stdout.endswith(b"\\u2192\n")

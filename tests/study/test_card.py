@@ -1,6 +1,10 @@
 """The card of a saved calibrator, whose contents all come from the file."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -102,3 +106,18 @@ def test_the_next_command_is_the_one_that_was_given_without_secrets(saved, capsy
     assert (
         f"\n  focalkern {' '.join(given)} --storage-options JSON --out calibrator.json\n" in out and "secret" not in out
     )
+
+
+def test_the_printed_card_is_the_file_in_every_locale(saved, tmp_path):
+    """The card has an arrow, and the name of the calibrator a Greek letter and a byte that is not UTF-8."""
+    path = os.path.join(os.fsencode(tmp_path), "λ-".encode() + b"\xff.json")
+    shutil.copy(saved / "calibrator.json", path)
+    command = [sys.executable, "-m", "focalkern", "card", path]
+    for locale in ("C", "C.UTF-8"):
+        environment = {**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        environment.pop("PYTHONIOENCODING", None)
+        printed = subprocess.run(command, capture_output=True, env=environment)
+        assert (printed.returncode, printed.stderr) == (0, b"")
+        assert subprocess.run([*command, "--out", tmp_path / "card.md"], env=environment).returncode == 0
+        assert printed.stdout == (tmp_path / "card.md").read_bytes()
+        assert "→".encode() in printed.stdout and os.path.basename(path) in printed.stdout
