@@ -66,6 +66,14 @@ class Loss(nn.Module):
     def _name(self) -> str:
         return type(self).__name__
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and isinstance(value, nn.Parameter):  # torch would put it in place of the buffer
+            raise ValueError(
+                f"{self._name}: weight must not be a Parameter, because it is a constant of the loss; assign a tensor, "
+                "such as the parameter's .detach()"
+            )
+        super().__setattr__(name, value)
+
     def _settings(self) -> dict[str, object]:
         """The settings of the loss other than the common options, for its printed form."""
         return {}

@@ -63,6 +63,16 @@ def test_bad_settings_are_refused_at_once(make, error, message):
         make()
 
 
+@pytest.mark.parametrize("make", [lambda: fk.FocalLoss(2.0), fk.BrierLoss, fk.SigmoidFocalLoss, fk.AdaFocalLoss])
+def test_a_parameter_is_no_class_weight(make):
+    """Torch would put it in place of the buffer, which the loss reads."""
+    loss, weight = make(), torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    with pytest.raises(ValueError, match=rf"^{type(loss).__name__}: weight must not be a Parameter.*\.detach\(\)$"):
+        loss.weight = weight
+    loss.weight = weight.detach()
+    assert torch.equal(loss.state_dict()["weight"], weight)
+
+
 def test_a_steep_inverse_gamma_is_warned_about():
     input, target = batch()
     with pytest.warns(UserWarning, match=r"gamma = -4.0 is below -3.591"):
