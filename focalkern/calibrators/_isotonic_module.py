@@ -32,6 +32,7 @@ class IsotonicLogProbs(RowMap):
     values: Tensor
     _pieces: Tensor
     _starts: Tensor
+    _of_fit = ("points", "values")
 
     def __init__(
         self,

@@ -169,6 +169,21 @@ class FlooredInput(torch.nn.Module):
 class ExactBuffers(torch.nn.Module):
     """Base of modules with float64 buffers, which move with the module but keep their dtype."""
 
+    # The buffers whose last dimension, the same for all, depends on the rows of the fit.
+    _of_fit: tuple[str, ...] = ()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Makes room for the state of another fit; torch refuses tensors of other shapes."""
+        own = [self.get_buffer(name) for name in self._of_fit]
+        given = [state_dict.get(prefix + name) for name in self._of_fit]
+        found = [value.shape if isinstance(value, Tensor) else None for value in given]
+        shapes = [buffer.shape[:-1] + (found[0] or ())[-1:] for buffer in own]
+        if found == shapes:
+            for name, buffer, shape in zip(self._of_fit, own, shapes, strict=True):
+                if shape != buffer.shape:
+                    setattr(self, name, buffer.new_empty(shape))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         exact = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

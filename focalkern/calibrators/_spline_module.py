@@ -124,6 +124,7 @@ class SplineLogProbs(FlooredLogProbs):
     bias: Tensor | None
     _origins: Tensor
     _coefficients: Tensor
+    _of_fit = ("knots", "values")
 
     def __init__(
         self,

@@ -31,9 +31,9 @@ CALIBRATORS = {
 }
 
 
-def network(name):
+def network(name, n_rows=300):
     """A layer and the module of a calibrator, and rows for it."""
-    logits, target = sample(300)
+    logits, target = sample(n_rows)
     peer("sklearn") if name == "isotonic" else None
     of_labels = torch.nn.functional.one_hot(target, logits.shape[1])
     calibrator = CALIBRATORS[name]().fit(logits, of_labels if name.startswith("labels") else target)
@@ -60,3 +60,27 @@ def test_memory_that_comes_later(name):
         other = copy.deepcopy(model).to("meta")
     other.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(other(rows), model(rows))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_the_state_of_another_fit(name, assign):
+    """Knots of splines and points of isotonic regression have another length in another fit."""
+    (model, rows), (other, _) = network(name), network(name, n_rows=20)
+    sizes = [{key: value.shape for key, value in one.state_dict().items()} for one in (model, other)]
+    vary = ("isotonic", "scalar", "free", "vector", "matrix", "labels, a spline each")
+    assert (sizes[0] != sizes[1]) == (name in vary)
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert torch.equal(other(rows), model(rows))
+    assert {key: value.shape for key, value in other.state_dict().items()} == sizes[0]
+
+
+@pytest.mark.parametrize("name", ["scalar", "isotonic"])
+def test_a_state_whose_tensors_do_not_fit_together(name):
+    model, rows = network(name)
+    expected, state = model(rows), model.state_dict()
+    for key in ("1.values", "1.knots", "1.points"):
+        if key in state:
+            with pytest.raises(RuntimeError, match="size mismatch for 1"):
+                model.load_state_dict({**state, key: state[key][..., :-1]})
+    assert torch.equal(model(rows), expected)
