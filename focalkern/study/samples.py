@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import count_rows, short
-from focalkern._columns import pattern_of_classes
 from focalkern._diagnostics import label_problems, pair_problems, rows_digest, sampled_parts
 from focalkern._progress import ProgressBar
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
@@ -31,7 +30,6 @@ __all__ = [
     "StreamedSamples",
     "about_rows",
     "as_samples",
-    "column_problem",
     "data_problem",
     "describe_samples",
     "describe_source",
@@ -362,22 +360,6 @@ def describe_test(test: Samples, same_samples: bool) -> str:
 def data_problem(samples: Samples) -> str:
     """A sentence on labels or columns that cannot be right; empty if there is none."""
     return "".join(f"{about_rows(samples)}: {words}." for words in label_problems(*samples.sample()))
-
-
-def column_problem(samples: Samples) -> str:
-    """A sentence on a column of logits that may be no class, because no row has its label; empty if there is none."""
-    rows = samples.memory
-    if rows is None or not rows.assumed_classes or rows.kind != "logits" or len(rows) < 20 * rows.n_classes:
-        return ""
-    counts = torch.bincount(rows.labels, minlength=rows.n_classes).tolist()
-    absent = [name for name, count in zip(rows.classes, counts, strict=True) if count == 0]
-    if not absent:
-        return ""
-    shown = ", ".join(map(short, absent[:5])) + ", ..." * (len(absent) > 5)
-    return (
-        f"{about_rows(samples)}: no row has the label {shown}, a column of the table. If this is no class, pass "
-        f"logits_key={pattern_of_classes(rows.classes, absent)}; if it is, logits_key='*' takes every column."
-    )
 
 
 def overlap_problem(validation: Samples, test: Samples) -> str:

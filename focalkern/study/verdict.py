@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from focalkern._checks import short
+from focalkern._columns import pattern_of_classes
 from focalkern._types import LOSS_NAMES, PROPER
 from focalkern.bootstrap import Interval
 from focalkern.calibrators import Verdict
@@ -17,9 +19,12 @@ from focalkern.calibrators._verdict import (
 )
 from focalkern.metrics import AcceptThreshold, accept_threshold
 from focalkern.study.results import CalibratorResult, Comparison, at_bound, print_score
-from focalkern.study.samples import SCORES, column_problem, data_problem, describe_test, overlap_problem
+from focalkern.study.samples import SCORES, Samples, about_rows, data_problem, describe_test, overlap_problem
 
-__all__ = ["accept_rows", "judge"]
+__all__ = ["accept_rows", "column_problem", "judge"]
+
+# With fewer rows of a class in expectation, chance may leave it without a row.
+_ENOUGH_EXPECTED = 10
 
 
 def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verdict:
@@ -174,3 +179,27 @@ def _difference(result: CalibratorResult, other: CalibratorResult, score: str, i
         return f"{difference:+.4f}"
     half = max(interval.high - difference, difference - interval.low)
     return f"{difference:+.4f} +-{half:.4f}"
+
+
+def column_problem(samples: Samples) -> str:
+    """A sentence on a column of logits that may be no class: no row has its label, but its probability says that many
+    should. Empty if there is none."""
+    rows = samples.memory
+    if rows is None or not rows.assumed_classes or rows.kind != "logits" or len(rows) < 20 * rows.n_classes:
+        return ""
+    counts = torch.bincount(rows.labels, minlength=rows.n_classes)
+    if bool(counts.all()):
+        return ""
+    usual, present = len(rows) / rows.n_classes, counts[counts > 0]
+    # In a long tail, or a set of few of the classes, a class without rows may have the probability of a usual class.
+    is_no_surprise = int(present.min()) < usual / 4 or len(present) < rows.n_classes / 2
+    expected = rows.input.softmax(-1, dtype=torch.float64).sum(0)
+    doubtful = (counts == 0) & (expected >= (2 * usual if is_no_surprise else _ENOUGH_EXPECTED))
+    absent = [name for name, doubt in zip(rows.classes, doubtful.tolist(), strict=True) if doubt]
+    if not absent:
+        return ""
+    shown = ", ".join(map(short, absent[:5])) + ", ..." * (len(absent) > 5)
+    return (
+        f"{about_rows(samples)}: no row has the label {shown}, a column of the table. If this is no class, pass "
+        f"logits_key={pattern_of_classes(rows.classes, absent)}; if it is, logits_key='*' takes every column."
+    )

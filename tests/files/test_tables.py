@@ -8,8 +8,9 @@ import torch
 
 import focalkern as fk
 from focalkern.files import InputError, csv_text, from_frame, read_sets
-from focalkern.study.samples import as_samples, column_problem, describe_samples
+from focalkern.study.samples import as_samples, describe_samples
 from focalkern.study.split import select_samples
+from focalkern.study.verdict import column_problem
 
 pd = pytest.importorskip("pandas")
 
@@ -162,6 +163,27 @@ def test_a_column_that_may_be_no_class_is_in_the_verdict(prefix):
     assert problem(with_light, logits_key=f"*,!{prefix}light") == ""
     assert problem(with_light, logits_key=",".join(named.columns[:4])) == ""
     assert problem(with_light[:90]) == ""  # few rows may lack a class
+
+
+@pytest.mark.parametrize("trained_on", ["the long tail", "balanced classes"])
+def test_a_rare_class_without_rows_is_a_class(trained_on):
+    """Rows of a long tail; a model that has learned from balanced classes predicts the rare ones as often as others."""
+    generator = np.random.default_rng(0)
+    shares = 100.0 ** -np.linspace(0, 1, 10)
+    labels = generator.choice(10, size=400, p=shares / shares.sum())
+    labels[labels == 9] = 0
+    logits = generator.normal(size=(400, 10)) + 3 * np.eye(10)[labels]
+    if trained_on == "the long tail":
+        logits += np.log(shares)
+    names = np.array([f"class {letter}" for letter in "abcdefghij"])
+    frame = pd.DataFrame(logits, columns=names).assign(label=names[labels])
+
+    def problem(table):
+        rows = from_frame(table)
+        return column_problem(as_samples(rows.rows(torch.arange(len(rows)), "all")))
+
+    assert "class j" not in set(frame["label"]) and problem(frame) == ""
+    assert "the label 'light', a column" in problem(frame.assign(light=np.linspace(0, 100, 400)))
 
 
 def test_the_index_of_a_frame_is_no_class(tmp_path):
