@@ -18,7 +18,7 @@ from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._label_scalings import fit_labels, map_of_label, module_of_label
 from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits, PerLabelLogits
-from focalkern.calibrators._named_columns import given_columns, with_names
+from focalkern.calibrators._named_columns import check_label_columns, given_columns, with_names
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._structured import StructuredScaling
@@ -86,7 +86,8 @@ class MultiLabelScaling(Calibrator):
 
         Args:
             logits: [N, L] floating point, tensor or array; probabilities with ``input_kind="probs"``.
-            target: [N, L] of 0 and 1: integer, floating point or bool.
+            target: [N, L] of 0 and 1: integer, floating point or bool. A frame with the names of the columns of
+                ``logits`` must have them in the same order.
             sample_weight: [N]: a row with weight w counts w times; None is 1.
             ignore_index: the value of ignored labels in ``target``; None ignores no label.
 
@@ -143,6 +144,8 @@ class MultiLabelScaling(Calibrator):
         self._check_labels(input)
         if input.dim() != 2 or 0 in input.shape:
             raise ValueError(f"{name}: logits must be [N, L] with at least one row, got shape {list(input.shape)}")
+        columns = given_columns(name, logits)
+        check_label_columns(name, columns, target)
         labels, known = as_binary(name, target, input, ignore_index)
         weight = None if sample_weight is None else as_weight(name, sample_weight, input.shape[:1]).to(input.device)
         if weight is not None:
@@ -155,7 +158,7 @@ class MultiLabelScaling(Calibrator):
         found = fit_labels(name, template, input, labels, known, weight)
         fitted = self._of(found.scalings, found.positive, found.remarks)
         counted = input if weight is None else input[weight > 0]
-        layout = Layout(input.shape[1], columns=with_names(given_columns(name, logits)))
+        layout = Layout(input.shape[1], columns=with_names(columns))
         self._become(fitted, layout, n_samples=len(counted), floor=float(getattr(template, "floor", 0.0)))
         self.warnings_ = tuple(found.warnings)
         return counted
@@ -279,6 +282,7 @@ class MultiLabelScaling(Calibrator):
             0.8
         """
         name, found = type(self).__name__, torch.as_tensor(self.predict(logits))
+        check_label_columns(name, self._columns, target)
         wanted = as_tensor(target, f"{name}: target").cpu()
         if wanted.shape != found.shape:
             raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from focalkern._arrays import columns_of_frame
 from focalkern._columns import ClassColumns, column_misfit
 
-__all__ = ["check_columns", "expected_columns", "given_columns", "with_names"]
+__all__ = ["check_columns", "check_label_columns", "expected_columns", "given_columns", "with_names"]
 
 _MOST_SHOWN = 8
 
@@ -45,9 +45,24 @@ def check_columns(name: str, columns: ClassColumns, wanted: Sequence[str]) -> No
     misfit = "" if columns.numbers is not None else column_misfit(wanted, columns.classes)
     if misfit:
         called = dict(zip(columns.classes, columns.names, strict=True))
-        order = [called.get(one, one) for one in wanted]
-        more = ", ..." if len(order) > _MOST_SHOWN else ""
-        remedy = f"pass frame[[{', '.join(map(repr, order[:_MOST_SHOWN]))}{more}]]"
+        remedy = f"pass frame[[{_listed([called.get(one, one) for one in wanted])}]]"
         if not set(wanted) <= set(called):
             remedy += ", or frame.to_numpy() if its columns are these classes in this order"
         raise ValueError(f"{name}: logits must have the columns of fit in their order, {misfit}; {remedy}")
+
+
+def check_label_columns(name: str, columns: ClassColumns | None, target: Any) -> None:
+    """Raises ValueError for a frame of labels [N, L] with the names of ``columns`` in another order."""
+    labels = None if columns is None or isinstance(target, Tensor) else columns_of_frame(target, f"{name}: target")
+    if columns is None or labels is None or sorted(labels.classes) != sorted(columns.classes):
+        return
+    misfit = column_misfit(columns.classes, labels.classes)
+    if misfit:
+        called = dict(zip(labels.classes, labels.names, strict=True))
+        remedy = f"pass target[[{_listed([called[one] for one in columns.classes])}]]"
+        raise ValueError(f"{name}: target must have the columns of the logits in their order, {misfit}; {remedy}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _MOST_SHOWN else ""
+    return f"{', '.join(map(repr, names[:_MOST_SHOWN]))}{more}"

@@ -106,6 +106,43 @@ def test_the_columns_of_labels_of_a_multi_label_head():
             call(OTHER_ORDER)
 
 
+def test_labels_of_a_multi_label_head_in_another_order_than_the_logits():
+    target = pandas.DataFrame(np.eye(3, dtype=int)[LABELS], columns=NAMES)
+    order = (
+        r"^MultiLabelScaling: target must have the columns of the logits in their order, 'zebra' as class 0, found "
+        r"'ape'; pass target\[\['zebra', 'ape', 'mule'\]\]$"
+    )
+    fitted = fk.MultiLabelScaling().fit(FRAME.add_prefix("logit_"), target)
+    with pytest.raises(ValueError, match=order):
+        fk.MultiLabelScaling().fit(FRAME, target[OTHER_ORDER.columns])
+    with pytest.raises(ValueError, match=order):
+        fitted.score(LOGITS, target[OTHER_ORDER.columns])
+    # Other names tell nothing about the order, and arrays have none.
+    other = target.set_axis(["is_zebra", "is_ape", "is_mule"], axis=1)
+    for labels in (target, other, other.to_numpy()):
+        assert fk.MultiLabelScaling().fit(FRAME, labels).score(LOGITS, labels) == fitted.score(FRAME, target)
+
+
+def test_a_column_that_is_not_of_numbers_is_named():
+    words = "{} must have columns of numbers, got 'note' of .*; leave out columns that are no classes, and convert"
+    text = FRAME.assign(note="text")
+    with pytest.raises(TypeError, match=words.format("TemperatureScaling: logits")):
+        fk.TemperatureScaling().fit(text, LABELS)
+    with pytest.raises(TypeError, match=words.format("nll: probs")):
+        fk.metrics.nll(text, LABELS)
+    pytest.importorskip("tabulate", reason="tabulate is not installed")
+    with pytest.raises(TypeError, match=words.format("compare_calibrators: validation")):
+        fk.compare_calibrators((text, LABELS))
+
+
+def test_nullable_columns_of_pandas_are_numbers():
+    nullable = FRAME.astype("Float64")  # whose array has the dtype object
+    expected = fk.TemperatureScaling().fit(FRAME, LABELS)
+    fitted = fk.TemperatureScaling().fit(nullable, pandas.Series(LABELS, dtype="Int64"))
+    assert fitted.temperature_ == expected.temperature_
+    assert np.array_equal(fitted.predict_proba(nullable), expected.predict_proba(FRAME))
+
+
 # Twelve classes, whose alphabetical order ("p_0", "p_1", "p_10", "p_11", "p_2", ...) is not that of their numbers.
 TWELVE_LABELS = _RNG.integers(12, size=600)
 TWELVE = 1.5 * _RNG.normal(size=(600, 12)) + 3 * np.eye(12)[TWELVE_LABELS]
