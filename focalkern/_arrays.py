@@ -20,6 +20,7 @@ __all__ = [
     "as_tensor",
     "columns_of_frame",
     "flat_rows",
+    "numbers_of_frame",
     "refuse_masked",
     "with_tensors",
 ]
@@ -57,7 +58,8 @@ def as_tensor(
     if columns is not None:
         if check_columns is not None:
             check_columns(columns)
-        values = values.to_numpy()[:, columns.places]
+        values = numbers_of_frame(values, columns, what)
+    array = None
     try:
         array = np.asarray(values, order="C")
         # torch supports only the machine's byte order.
@@ -66,7 +68,9 @@ def as_tensor(
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except Exception as error:  # objects, text, dates; rows of several lengths
         found = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
-        raise TypeError(f"{what} must be a tensor or an array of numbers, got {found}") from error
+        are_names = array is not None and array.size > 0 and isinstance(array.flat[0], str)
+        remedy = "; pass the number of each class in place of its name" if are_names and what.endswith("target") else ""
+        raise TypeError(f"{what} must be a tensor or an array of numbers, got {found}{remedy}") from error
 
 
 def refuse_masked(values: Any, what: str) -> None:
@@ -91,6 +95,27 @@ def columns_of_frame(values: Any, what: str) -> ClassColumns | None:
         return class_columns([str(name) for name in values.columns])
     except ColumnsError as error:
         raise ValueError(f"{what}: {error}; pass the array of the classes: .to_numpy()") from error
+
+
+def numbers_of_frame(frame: Any, columns: ClassColumns, what: str) -> np.ndarray[Any, Any]:
+    """The columns of the classes as an array [N, C].
+
+    Raises:
+        TypeError: a column that is not of numbers; the error names it.
+    """
+    values: np.ndarray[Any, Any] = frame.to_numpy()[:, columns.places]
+    if values.dtype != np.object_:
+        return values
+    # Text, or columns of which pandas makes no common array, as those of Float64.
+    names = list(frame.columns)
+    parts = [np.asarray(frame[names[place]]) for place in columns.places]
+    for name, part in zip(columns.names, parts, strict=True):
+        if part.dtype.kind not in "fiu":
+            raise TypeError(
+                f"{what} must have columns of numbers, got {name!r} of {part.dtype}; leave out columns that are no "
+                "classes, and convert numbers with .astype(float)"
+            )
+    return np.stack(parts, axis=1)
 
 
 def flat_rows(input: Tensor) -> Tensor:

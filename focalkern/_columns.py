@@ -152,12 +152,13 @@ def _matching(names: Sequence[str], pattern: str) -> list[int]:
     return sorted(found)
 
 
-def pattern_of_classes(names: Sequence[str], others: Sequence[str] = ()) -> str:
+def pattern_of_classes(names: Sequence[str], others: Sequence[str] = (), pattern: str = "*") -> str:
     """A pattern for the columns that are probably the classes, in quotes, for the remedy of an error.
 
     Args:
         names: names of all columns except the labels.
         others: columns that are no classes; empty for those with a name such as ``id``.
+        pattern: the pattern that has selected ``names`` and ``others``.
     """
     numbered = [match[1] for name in names if not others and (match := _NUMBERED.fullmatch(name.strip()))]
     prefix = max(numbered, key=numbered.count, default="")
@@ -167,7 +168,7 @@ def pattern_of_classes(names: Sequence[str], others: Sequence[str] = ()) -> str:
     odd = others or [name for name in names if _NO_CLASS.fullmatch(name.strip())]
     if len(odd) > 8 or any(set(name) & set("'*?[],") for name in odd):
         return "'NAME,NAME,...'"
-    return f"'{','.join(['*', *(f'!{name}' for name in odd)])}'"
+    return f"'{','.join([pattern, *(f'!{name}' for name in odd)])}'"
 
 
 def column_misfit(wanted: Sequence[str], found: Sequence[str]) -> str:

@@ -2,14 +2,14 @@
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from focalkern._checks import parsed_float, short
-from focalkern.files.errors import InputError
+from focalkern.files.errors import Hint, InputError
 from focalkern.files.paths import open_file
 
 __all__ = ["TextTable", "read_text_table"]
@@ -29,14 +29,20 @@ class TextTable:
     names: list[str]
     data: bytes
 
-    def values(self, numbers: Sequence[int], others: Sequence[int]) -> tuple[np.ndarray[Any, Any], list[list[str]]]:
+    def values(
+        self, numbers: Sequence[int], others: Sequence[int], hint: Callable[[Sequence[str]], Sequence[Hint]]
+    ) -> tuple[np.ndarray[Any, Any], list[list[str]]]:
         """The columns ``numbers`` as [N, C] float64, and the columns ``others`` as text.
+
+        Args:
+            numbers, others: positions of columns.
+            hint: function of the names of columns whose first row holds text; it returns the remedy of the error.
 
         Raises:
             InputError: a row of another length, or a value that is not a number.
         """
         found = _by_arrow(self.data, len(self.names), numbers, others)
-        return _by_python(self, numbers, others) if found is None else found
+        return _by_python(self, numbers, others, hint) if found is None else found
 
 
 def read_text_table(source: str) -> TextTable:
@@ -78,7 +84,10 @@ def _by_arrow(
 
 
 def _by_python(
-    text: TextTable, numbers: Sequence[int], others: Sequence[int]
+    text: TextTable,
+    numbers: Sequence[int],
+    others: Sequence[int],
+    hint: Callable[[Sequence[str]], Sequence[Hint]],
 ) -> tuple[np.ndarray[Any, Any], list[list[str]]]:
     rows = _rows(text.source, text.data)
     next(rows)
@@ -88,22 +97,23 @@ def _by_python(
         try:
             values.append(np.array([parsed_float(row[place]) for place in numbers]))
         except ValueError:
-            raise _no_number(text, line, row, numbers) from None
+            no_numbers = [place for place in numbers if not _is_number(row[place])]
+            are_text = not values and all(row[place].strip() for place in no_numbers)  # in the first row
+            hints = hint([text.names[place] for place in no_numbers]) if are_text else ()
+            found = short(row[no_numbers[0]]) if row[no_numbers[0]].strip() else "an empty cell"
+            where = f"{text.source}: line {line}, column {short(text.names[no_numbers[0]])}"
+            raise InputError(where, "a number such as 0.25", found, hint=hints) from None
         for column, place in zip(kept, others, strict=True):
             column.append(row[place])
     return np.array(values, dtype=np.float64).reshape(len(values), len(numbers)), kept
 
 
-def _no_number(text: TextTable, line: int, row: list[str], numbers: Sequence[int]) -> InputError:
-    """The error of the first cell among the columns ``numbers`` of a row that is not a number."""
-    for place in numbers:
-        try:
-            parsed_float(row[place])
-        except ValueError:
-            break
-    found = short(row[place]) if row[place].strip() else "an empty cell"
-    where = f"{text.source}: line {line}, column {short(text.names[place])}"
-    return InputError(f"{where}: expected a number such as 0.25, found {found}")
+def _is_number(cell: str) -> bool:
+    try:
+        parsed_float(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def _rows(source: str, data: bytes) -> Iterator[tuple[int, list[str]]]:

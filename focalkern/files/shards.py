@@ -164,7 +164,8 @@ def open_shards(
         found = [{"": shard} for shard in _npy_shards(path, names, labels, input_kind, ignore_index)]
     else:
         raise InputError(
-            f"{path}: expected .npy, .safetensors or .zarr for reading in parts, found {', '.join(sorted(suffixes))}"
+            f"{path}: expected .npy, .safetensors or .zarr for reading in parts, found {', '.join(sorted(suffixes))}; "
+            "for all rows in memory pass the set of focalkern.files.read_sets, in the command leave out --stream"
         )
     sets = {}
     for prefix, first in found[0].items():

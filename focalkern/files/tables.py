@@ -85,7 +85,7 @@ def read_csv(
 ) -> LogitSet:
     text = read_text_table(source)
     table = _Table(source, text.names, logits_key, labels_key)
-    values, (labels,) = text.values(table.classes.places, [table.label_place])
+    values, (labels,) = text.values(table.classes.places, [table.label_place], table.hint_without)
     return _set(
         table, list(values.T), np.array([label.strip() for label in labels], dtype=str), input_kind, ignore_index
     )
@@ -165,12 +165,12 @@ def read_unlabelled(
     classes = [kept[place] for place in found.places]
     others = [place for place in range(len(names)) if place not in set(classes)]
     if is_text:
-        values, columns = text.values(classes, others)
+        values, columns = text.values(classes, others, lambda odd: _hint_without(found, logits_key, odd))
     else:
         parts = [_array_of(source, names[place], frame.column(place), False) for place in classes]
         for name, part in zip(found.names, parts, strict=True):
             if part.dtype.kind not in "fiu":
-                raise InputError(f"{source}: {name}: expected numbers, found {part.dtype}")
+                raise _no_numbers(source, name, part, _hint_without(found, logits_key, [name]))
         values = np.stack([part.astype(np.float64) for part in parts], axis=1) if parts else np.zeros((len(frame), 0))
         columns = [frame.column(place) for place in others]
     first = min(classes, default=0)
@@ -199,6 +199,17 @@ def _check_header(source: str, names: Sequence[str]) -> None:
 
 def _is_label(name: str, labels_key: str | None) -> bool:
     return name == labels_key if labels_key is not None else name.strip().lower() in _LABEL_COLUMNS
+
+
+def _hint_without(classes: ClassColumns, logits_key: str | None, others: Sequence[str]) -> tuple[Hint, ...]:
+    """The hint that leaves columns out of named ``classes``; none if they are numbered, or fewer than two are left."""
+    if classes.numbers is not None or len(classes.names) < len(others) + 2:
+        return ()
+    return (Hint("logits_key", pattern_of_classes(classes.names, others, logits_key or "*")),)
+
+
+def _no_numbers(source: str, name: str, column: np.ndarray[Any, Any], hint: tuple[Hint, ...]) -> InputError:
+    return InputError(f"{source}: {name}", "numbers", str(column.dtype), hint=hint)
 
 
 def _columns_error(source: str, error: ColumnsError, *hint: Hint) -> InputError:
@@ -263,7 +274,7 @@ class _Table:
         logits_key: str | None,
         labels_key: str | None,
     ) -> None:
-        self.source, self.assumed = source, logits_key is None
+        self.source, self.logits_key, self.assumed = source, logits_key, logits_key is None
         _check_header(source, names)
         places = [place for place, name in enumerate(names) if _is_label(name, labels_key)]
         if len(places) != 1:
@@ -290,6 +301,11 @@ class _Table:
     def _hint(self, names: Sequence[str], others: Sequence[str] = ()) -> tuple[Hint, Hint]:
         """The hint that tells the columns of the classes among ``names`` from the others."""
         return Hint("logits_key", pattern_of_classes(names, others)), Hint("labels_key", self.label_name)
+
+    def hint_without(self, others: Sequence[str]) -> tuple[Hint, ...]:
+        """The hint that leaves columns out of the classes; see :func:`_hint_without`."""
+        hint = _hint_without(self.classes, self.logits_key, others)
+        return (*hint, Hint("labels_key", self.label_name)) if hint else ()
 
     def check_values(self, columns: Sequence[np.ndarray[Any, Any]]) -> None:
         """Raises if a named column holds an index or predicted classes, unlike the other columns."""
@@ -321,7 +337,7 @@ def _set(
     kind = input_kind or classes.kind or "logits"
     for name, column in zip(classes.names, columns, strict=True):
         if column.dtype.kind not in "fiu":
-            raise InputError(f"{source}: {name}: expected numbers, found {column.dtype}")
+            raise _no_numbers(source, name, column, table.hint_without([name]))
     if columns and len(columns[0]):
         table.check_values(columns)
     wide = [column if column.dtype.kind == "f" else column.astype(np.float64) for column in columns]

@@ -10,6 +10,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from focalkern._arrays import flat_rows
+from focalkern._checks import short
 from focalkern.metrics._inputs import probs_and_target
 
 __all__ = ["FocalkernMetric"]
@@ -54,6 +55,9 @@ class FocalkernMetric(Metric):
     def _rows(self, preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Scores [rows, C] and targets [rows] without ignored rows."""
         op = type(self).__name__
+        for name, one in (("preds", preds), ("target", target)):
+            if not isinstance(one, Tensor):
+                raise TypeError(f"{op}: {name} must be a tensor, got {short(one)}; torch.as_tensor converts arrays")
         if preds.dim() < 2:
             raise ValueError(f"{op}: preds must be [N, C, ...], got shape {list(preds.shape)}")
         expected = preds.shape[:1] + preds.shape[2:]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from focalkern._arrays import columns_of_frame, refuse_masked
+from focalkern._arrays import columns_of_frame, numbers_of_frame, refuse_masked
 from focalkern._checks import short
 from focalkern._columns import ClassColumns, other_order
 from focalkern._diagnostics import refuse_probs
@@ -71,7 +71,7 @@ def given_samples(
     assumed, kind = is_assumed(kind), "probs" if kind == "probs" else "logits"
     columns = None if isinstance(logits, torch.Tensor) else columns_of_frame(logits, f"{op}: {name}")
     if columns is not None:
-        logits, labels = logits.to_numpy()[:, columns.places], _labels_of(columns, labels, name)
+        logits, labels = numbers_of_frame(logits, columns, f"{op}: {name}"), _labels_of(columns, labels, name)
     rows = checked_set(name, prefix, kind, kind, logits, "labels", labels, ignore_index)
     if columns is not None and columns.numbers is None:
         rows = replace(rows, classes=tuple(columns.classes))

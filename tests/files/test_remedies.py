@@ -1,5 +1,7 @@
 """Errors about the contents of files name a remedy, and the file is read after it."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -199,3 +201,35 @@ def test_float8_is_told_to_be_converted(tmp_path):
             read(tmp_path / "a.pt")
     with pytest.raises(ValueError, match=r"float8_e4m3fn; convert them with .float\(\)"):
         fk.compare_calibrators((logits, BINARY), resamples=0)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".frame"])
+def test_a_column_of_text_among_named_classes(suffix, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    classes = {"cat": [1.5, -0.5], "note": ["a", "b"], "dog": [0.5, 2.5], "place": ["x", "y"]}
+    frame, path = pandas.DataFrame({**classes, "label": ["cat", "dog"]}), tmp_path / f"table{suffix}"
+    if suffix == ".csv":
+        frame.to_csv(path, index=False)
+    elif suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+        frame.to_parquet(path)
+    # The first row of text tells which columns of a .csv file are text; columns with a dtype are named one by one.
+    out = "'*,!note,!place'" if suffix == ".csv" else "'*,!note'"
+
+    def read(**options):
+        return fk.files.from_frame(frame, **options) if suffix == ".frame" else read_sets(path, **options)[""]
+
+    with pytest.raises(InputError, match=rf"note'?: expected .*; pass logits_key={re.escape(out)}, labels_key=label$"):
+        read()
+    with pytest.raises(InputError, match=re.escape("pass logits_key='*,!note,!place', labels_key=label")):
+        read(logits_key="*,!note")
+    assert read(logits_key="*,!note,!place").classes == ("cat", "dog")
+    if suffix != ".frame":
+        with pytest.raises(InputError, match=re.escape(f"pass logits_key={out}") + "$"):
+            open_unlabelled(str(path), labels_key="label")
+
+
+def test_a_typing_error_in_a_later_row_leaves_out_no_column(tmp_path):
+    (tmp_path / "table.csv").write_text("a,b,c,label\n0.5,1,2,0\n0.5,1.0.5,2,1\n")
+    with pytest.raises(InputError, match=r"line 3, column 'b': expected a number such as 0.25, found '1.0.5'$"):
+        read_sets(tmp_path / "table.csv")

@@ -338,7 +338,8 @@ def test_pyarrow_reads_the_same_text_or_none(end, monkeypatch):
         data = (end.join(lines) + end).encode()
         found = csv_text._by_arrow(data, 3, [0, 1], [2])
         if found is not None:
-            values, words = csv_text._by_python(csv_text.TextTable("a.csv", ["a", "b", "label"], data), [0, 1], [2])
+            text = csv_text.TextTable("a.csv", ["a", "b", "label"], data)
+            values, words = csv_text._by_python(text, [0, 1], [2], lambda _: ())
             assert found[0].tobytes() == values.tobytes() and found[1] == words
             taken += len(one)
     assert taken > len(cells) if end != "\r" else taken == 0
@@ -346,5 +347,5 @@ def test_pyarrow_reads_the_same_text_or_none(end, monkeypatch):
     for data in (b'a,b,label\n1,"2",0\n', b"a,b,label\n1,2,0\n"):
         if b'"' not in data:
             monkeypatch.setitem(sys.modules, "pyarrow", None)
-        values, words = csv_text.TextTable("a.csv", ["a", "b", "label"], data).values([0, 1], [2])
+        values, words = csv_text.TextTable("a.csv", ["a", "b", "label"], data).values([0, 1], [2], lambda _: ())
         assert values.tolist() == [[1.0, 2.0]] and words == [["0"]]

@@ -351,3 +351,13 @@ def test_without_torchmetrics_the_import_says_what_is_missing(monkeypatch):
     monkeypatch.delitem(sys.modules, "focalkern.integrations.torchmetrics")
     with pytest.raises(ImportError, match="needs torchmetrics: pip install torchmetrics"):
         __import__("focalkern.integrations.torchmetrics")
+
+
+def test_arrays_are_told_to_be_converted():
+    logits, target = sample()
+    for metric in (ours.CalibrationError(), ours.ClasswiseCalibrationError(4), ours.BrierScore()):
+        name = type(metric).__name__
+        with pytest.raises(TypeError, match=f"^{name}: preds must be a tensor, got .*; torch.as_tensor converts"):
+            metric.update(logits.softmax(-1).numpy(), target)
+        with pytest.raises(TypeError, match=f"^{name}: target must be a tensor, got .*; torch.as_tensor converts"):
+            metric.update(logits.softmax(-1), target.tolist())

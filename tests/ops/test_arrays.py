@@ -152,6 +152,12 @@ def test_what_is_no_array_of_numbers_is_named(wrong, found):
         metrics.nll(PROBS, wrong)
 
 
+def test_names_of_classes_are_no_labels_of_a_metric():
+    for names in (["a", "b"], np.array(["a", "b"]), np.array(["a", "b"], dtype=object)):
+        with pytest.raises(TypeError, match=r"nll: target .*; pass the number of each class in place of its name$"):
+            metrics.nll(PROBS, names)
+
+
 def test_a_grid_of_arrays_chooses_what_one_of_tensors_does():
     rng = np.random.default_rng(0)
     logits, target = rng.normal(size=(50, 4)), rng.integers(4, size=50)

@@ -103,7 +103,11 @@ def test_options_that_cannot_be(folder, run):
         (("val_logits.npy", "--state", "no/s"), "expected a file in an existing folder for --state"),
         (("val_logits.npy", "--state", "x", "--out", "x"), "expected different files for --state and --out"),
         (("val_logits.npy", "--state-every", "0"), "--state-every: expected a number of seconds greater than 0"),
-        (("plain.csv", "--stream"), "plain.csv: expected .npy, .safetensors or .zarr for reading in parts, found .csv"),
+        (
+            ("plain.csv", "--stream"),
+            "plain.csv: expected .npy, .safetensors or .zarr for reading in parts, found .csv; for all rows in memory "
+            "pass the set of focalkern.files.read_sets, in the command leave out --stream",
+        ),
     ):
         code, out, err = run("calibrate", *arguments)
         assert (code, out) == (2, "")
