@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from focalkern._diagnostics import repeated_rows
 from focalkern.files import Hint, InputError, LogitSet
 from focalkern.files.tables import check_column_names
 from focalkern.study.samples import Samples, as_samples
@@ -31,7 +33,7 @@ def select_samples(
             ``test`` set the test samples.
         test, test_labels: another file for the test samples: its ``test`` set, or its only set.
         split, seed: fraction of the only set that becomes the validation samples, at random; the others become the test
-            samples.
+            samples. If many rows in memory are copies, all copies of a row are in one part.
         options: options of ``read``.
 
     Raises:
@@ -55,6 +57,9 @@ def select_samples(
                 f"found {len(rows)}"
             )
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        copy_of = None if rows.memory is None else repeated_rows(rows.memory.input, rows.memory.labels)
+        if copy_of is not None:
+            order, first = _copies_together(order, torch.from_numpy(copy_of), first)
         share = f"a random share of {split:g}, seed {seed}"
         validation, reported = rows.subset(order[:first], share), rows.subset(order[first:], "the other rows")
         validation.name, reported.name = "val", "test"
@@ -91,6 +96,16 @@ def check_alike(source: str, validation: Samples | LogitSet, test: Samples | Log
             f"{source}: expected val and test to be alike, found {validation.kind} of {validation.n_classes} "
             f"classes and {test.kind} of {test.n_classes}"
         )
+
+
+def _copies_together(order: Tensor, copy_of: Tensor, first: int) -> tuple[Tensor, int]:
+    """The order with all copies of a row, which have one number in ``copy_of``, after the first of them; and the number
+    of rows, near ``first``, after which no copy of them follows."""
+    places = torch.full_like(order, len(order)).scatter_reduce(0, copy_of[order], torch.arange(len(order)), "amin")
+    order = order[places[copy_of[order]].argsort(stable=True)]
+    number = copy_of[order]
+    borders = (number[1:] != number[:-1]).nonzero().flatten() + 1
+    return order, int(borders[(borders - first).abs().argmin()])
 
 
 def _as_samples(sets: Mapping[str, LogitSet | Samples]) -> dict[str, Samples]:

@@ -349,3 +349,22 @@ def test_pyarrow_reads_the_same_text_or_none(end, monkeypatch):
             monkeypatch.setitem(sys.modules, "pyarrow", None)
         values, words = csv_text.TextTable("a.csv", ["a", "b", "label"], data).values([0, 1], [2], lambda _: ())
         assert values.tolist() == [[1.0, 2.0]] and words == [["0"]]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_split_keeps_copies_of_a_row_in_one_part(share, tmp_path):
+    generator = np.random.default_rng(0)
+    logits, labels = generator.normal(size=(300, 4)), generator.integers(4, size=300)
+    copied = generator.integers(300, size=400)
+    np.savez(tmp_path / "a.npz", logits=np.r_[logits, logits[copied]], labels=np.r_[labels, labels[copied]])
+    validation, test = select_samples(read_sets, str(tmp_path / "a.npz"), split=share)
+    parts = [{tuple(row) for row in part.memory.input.tolist()} for part in (validation, test)]
+    assert parts[0] and parts[1] and not parts[0] & parts[1] and len(parts[0] | parts[1]) == 300
+    most = np.bincount(copied).max() + 1
+    assert len(validation) + len(test) == 700 and abs(len(validation) - 700 * share) <= most
+    # Few copies, as rows of chance: the parts are those of any rows.
+    np.savez(tmp_path / "a.npz", logits=np.r_[logits, logits[:4]], labels=np.r_[labels, labels[:4]])
+    validation, _ = select_samples(read_sets, str(tmp_path / "a.npz"), split=share)
+    order = torch.randperm(304, generator=torch.Generator().manual_seed(0))
+    expected = torch.from_numpy(np.r_[logits, logits[:4]])[order[: round(304 * share)]]
+    assert torch.equal(validation.memory.input.double(), expected)
