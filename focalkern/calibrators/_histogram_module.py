@@ -105,8 +105,8 @@ def bin_top_class(
     alone = apart.all(-1, keepdim=True)
     value = torch.where(alone, 1.0, value)
     # In log space, so that probabilities that would underflow keep their ratios. Finite, so that classes of probability
-    # 0 share the rest equally.
-    others = log_probs.clamp(min=torch.finfo(dtype).min).masked_fill(apart, -math.inf)
+    # 0 share the rest equally; also in ONNX, which keeps the bound in float32.
+    others = log_probs.clamp(min=torch.finfo(torch.float32).min).masked_fill(apart, -math.inf)
     shares = others - others.amax(-1, keepdim=True)  # log_softmax takes longer for few classes
     weights = shares.exp()
     total = weights.sum(-1, keepdim=True)

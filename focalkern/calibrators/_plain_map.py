@@ -16,7 +16,7 @@ __all__ = ["plain_binary_map", "plain_map"]
 def plain_map(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, input_kind: str) -> Tensor:
     """Log-probabilities of the focal calibration map of ``input`` [..., C], C >= 2.
 
-    The graph for ONNX has 25 nodes, with gamma = 0 four. gamma and temperature are numbers, or tensors broadcastable to
+    The graph for ONNX has 26 nodes, with gamma = 0 four. gamma and temperature are numbers, or tensors broadcastable to
     [...]. ONNX has no cumulative maximum, so its graph does not correct the rounding of nearly equal classes.
     """
     wide = widened(input)
@@ -62,7 +62,8 @@ def _terms(q: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
     phi = -q log(q) / (1 - q) does not cancel for q near 1: q is a floating-point number, 1 - q is exact there, and phi
     changes little with the rounding of q.
     """
-    of = torch.finfo(q.dtype)
-    q = q.clamp(of.tiny, 1 - of.eps / 2)
+    # ONNX keeps numbers in float32: with bounds that it rounds to 0 and 1, a graph in float64 would compute 0 / 0.
+    half_step = q.new_full((), torch.finfo(q.dtype).eps / 2)
+    q = torch.minimum(q.clamp(min=torch.finfo(torch.float32).tiny), 1 - half_step)
     u = 1 - q
     return u.log(), (1 - gamma * (q * q.log() / u)).log()
