@@ -49,6 +49,20 @@ def test_one_graph(name):
     assert_close(compiled(rows), model(rows))
 
 
+class Tracer(torch.fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return type(module).__module__.startswith("focalkern.") or super().is_leaf_module(module, name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_traces(name):
+    """Of torch.jit, for any number of rows, and of torch.fx, whose own tracer looks into the modules."""
+    model, rows = network(name)
+    assert torch.equal(torch.jit.trace(model, rows[:5])(rows), model(rows))
+    assert torch.equal(torch.fx.GraphModule(model, Tracer().trace(model))(rows), model(rows))
+
+
 @pytest.mark.parametrize("name", CALIBRATORS)
 def test_memory_that_comes_later(name):
     """As FSDP and accelerate build a network: on the meta device, with memory but no values, then a checkpoint."""
