@@ -67,9 +67,10 @@ class Loss(nn.Module):
         return type(self).__name__
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and isinstance(value, nn.Parameter):  # torch would put it in place of the buffer
+        # Torch would put a Parameter in place of the buffer.
+        if isinstance(value, nn.Parameter) and name in ("weight", *self._exact_buffers):
             raise ValueError(
-                f"{self._name}: weight must not be a Parameter, because it is a constant of the loss; assign a tensor, "
+                f"{self._name}: {name} must not be a Parameter, because it is a constant of the loss; assign a tensor, "
                 "such as the parameter's .detach()"
             )
         super().__setattr__(name, value)

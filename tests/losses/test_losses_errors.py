@@ -73,6 +73,16 @@ def test_a_parameter_is_no_class_weight(make):
     assert torch.equal(loss.state_dict()["weight"], weight)
 
 
+@pytest.mark.parametrize("loss", [fk.FLSDLoss(), fk.AdaFocalLoss(), fk.FocalLoss(fk.FLSD_53)])
+def test_a_parameter_is_no_table(loss):
+    input, target = batch()
+    expected = loss(input, target)
+    for name in loss._exact_buffers:
+        with pytest.raises(ValueError, match=rf"^{type(loss).__name__}: {name} must not be a Parameter"):
+            setattr(loss, name, torch.nn.Parameter(loss.get_buffer(name).clone()))
+    assert torch.equal(loss(input, target), expected)
+
+
 def test_a_steep_inverse_gamma_is_warned_about():
     input, target = batch()
     with pytest.warns(UserWarning, match=r"gamma = -4.0 is below -3.591"):
