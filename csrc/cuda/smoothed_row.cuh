@@ -13,6 +13,9 @@
 
 #include "cuda/common.cuh"
 #include "cuda/row_groups.cuh"
+#include "cuda/row_loss.cuh"
+#include "cuda/soft_row.cuh"
+#include "kernels/row_loss.h"
 #include "math/focal.h"
 
 namespace focalkern::cuda {
@@ -214,5 +217,43 @@ __device__ __forceinline__ ClassOfRow<Real> unlikely_of_row(Real log_p, bool det
   const Real p = quick_exponential(log_p);
   return class_of_row<kGamma>(p, Real(1) - p, -log_p, detached);
 }
+
+// The classes of a row with their own formulas: the label and the largest one.
+template <typename Scalar, int kGamma>
+struct SmoothedRow {
+  using Real = compute_t<Scalar>;
+  Real max;
+  Real log_s;
+  bool detached;
+  Real share;     // of every class
+  Real of_label;  // what the label has in addition
+  ClassOfRow<Real> largest;
+  ClassOfRow<Real> label;  // which may be the largest, or one of them
+  Real likely;             // logit of the likely class, or NaN if there is none
+  bool label_is_likely;
+
+  // rest: S - 1
+  __device__ __forceinline__ SmoothedRow(const RowLossArgs<Scalar>& args, const Row<Scalar>& row, Real share, Real max,
+                                         Real log_s, Real rest)
+      : max(max),
+        log_s(log_s),
+        detached(args.detach_modulation),
+        share(share),
+        of_label(label_share(args)),
+        largest(largest_of_row<kGamma>(rest, log_s, detached)) {
+    likely = largest.is_likely() ? max : kNaN<Real>;
+    const Real z_label = row.z(row.label);
+    label_is_likely = z_label == likely;
+    label = z_label == max ? largest : of(z_label);
+  }
+
+  __device__ __forceinline__ ClassOfRow<Real> of(Real z) const {
+    return unlikely_of_row<kGamma>((z - max) - log_s, detached);
+  }
+  // The slope of the likely class, times its share; 0 if there is none.
+  __device__ __forceinline__ Real likely_slope() const {
+    return likely == max ? (share + (label_is_likely ? of_label : Real(0))) * largest.terms.slope : Real(0);
+  }
+};
 
 }  // namespace focalkern::cuda
