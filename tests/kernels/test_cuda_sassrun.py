@@ -28,6 +28,9 @@ KNOWN = [  # of sm_90, of sm_100, of both
     "MOV.SPILL R238, UR5",
     "R2UR.FILL UR5, R238",
     "R2P PR, R72, 0x1c",
+    "@!P1 HMNMX2.BF16_V2 R0, R48, -INF , -INF , !PT",
+    "VHMNMX R34, R34, R13, R21, !PT",
+    "VHMNMX.BF16_V2 R37, R22, -INF , -INF , R6, !PT",
 ]
 UNKNOWN = {
     "FMNMX4 R3, R3, R4, R5, R6, !PT": "unknown instruction",
@@ -38,6 +41,9 @@ UNKNOWN = {
     "VOTEU.ANY UR5, UP0, P1": "VOTEU",
     "S2R R7, SR_CLOCKLO": "S2R",
     "BREAK P2, P3": "BREAK",
+    "HMNMX2 R3, R4, R5, PT": "HMNMX2",
+    "HMNMX2 R3, R4, -INF , -QNAN , !PT": "HMNMX2",
+    "VHMNMX.NAN R3, R4, R5, R6, !PT": "unknown modifier NAN",
 }
 
 

@@ -278,6 +278,11 @@ struct Execute : Conversions {
       case B16:
         done = short_op<full>(in, mask);
         break;
+      case F16X2:
+      case BF16X2:
+        done = in.op == MAX;
+        if (done) binary<full, u32>(in, mask, [&](u32 a, u32 b) { return larger_pair(a, b, in.ty == BF16X2); });
+        break;
       case PRED:
         done = pred_op<full>(in, mask);
         break;

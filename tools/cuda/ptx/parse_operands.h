@@ -32,9 +32,9 @@ struct OperandParser {
   }
   static Ty type_of(const std::string& s) {
     static const std::map<std::string, Ty> table = {
-        {"pred", PRED}, {"b8", B8},   {"b16", B16},   {"b32", B32}, {"b64", B64}, {"u8", U8},
-        {"u16", U16},   {"u32", U32}, {"u64", U64},   {"s8", S8},   {"s16", S16}, {"s32", S32},
-        {"s64", S64},   {"f16", F16}, {"bf16", BF16}, {"f32", F32}, {"f64", F64}};
+        {"pred", PRED}, {"b8", B8},   {"b16", B16}, {"b32", B32},     {"b64", B64},      {"u8", U8},   {"u16", U16},
+        {"u32", U32},   {"u64", U64}, {"s8", S8},   {"s16", S16},     {"s32", S32},      {"s64", S64}, {"f16", F16},
+        {"bf16", BF16}, {"f32", F32}, {"f64", F64}, {"f16x2", F16X2}, {"bf16x2", BF16X2}};
     auto it = table.find(s);
     return it == table.end() ? NO_TYPE : it->second;
   }

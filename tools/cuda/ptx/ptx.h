@@ -5,7 +5,28 @@
 
 namespace ptxrun {
 
-enum Ty : u8 { PRED, B8, B16, B32, B64, U8, U16, U32, U64, S8, S16, S32, S64, F16, BF16, F32, F64, NO_TYPE };
+enum Ty : u8 {
+  PRED,
+  B8,
+  B16,
+  B32,
+  B64,
+  U8,
+  U16,
+  U32,
+  U64,
+  S8,
+  S16,
+  S32,
+  S64,
+  F16,
+  BF16,
+  F32,
+  F64,
+  NO_TYPE,
+  F16X2,
+  BF16X2
+};
 inline int bytes_of(Ty t) {
   switch (t) {
     case PRED:
@@ -24,6 +45,8 @@ inline int bytes_of(Ty t) {
     case U32:
     case S32:
     case F32:
+    case F16X2:
+    case BF16X2:
       return 4;
     default:
       return 8;

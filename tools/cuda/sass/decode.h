@@ -138,6 +138,21 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     in.op = base == "FMNMX" ? s_FMNMX : s_FMNMX3;
     in.mufu = has("NAN");
     all();
+  } else if (base == "HMNMX2" || base == "VHMNMX") {
+    in.op = base == "HMNMX2" ? s_HMNMX2 : s_VHMNMX;
+    in.mufu = has("BF16_V2");
+    // An immediate operand has a text for each of its two numbers.
+    const auto both = std::find(ops.begin(), ops.end(), "-INF");
+    if (both != ops.end()) {
+      if (both + 1 == ops.end() || both[1] != "-INF") bad_sass(text);
+      ops.erase(both);
+    }
+    all();
+    const size_t sources = in.op == s_HMNMX2 ? 2 : 3;
+    if (in.o.size() != sources + 2 || !in.o.back().inv || in.o.back().index != 7) bad_sass(text);  // the minimum
+    for (const Operand& o : in.o) {
+      if (o.neg || o.abs || o.half) bad_sass(text);
+    }
   } else if (base == "VIMNMX") {
     in.op = s_VIMNMX;
     all();

@@ -20,6 +20,12 @@ struct SassFloats : SassMemory {
         const bool smaller = pred(o[4], l);
         return setf(o[0], l, float_minmax(in, float_minmax(in, a, b2, smaller), c, smaller));
       }
+      case s_HMNMX2:
+      case s_VHMNMX: {
+        u32 max = larger_pair(raw(o[1], l), raw(o[2], l), in.mufu == 1);
+        if (in.op == s_VHMNMX) max = larger_pair(max, raw(o[3], l), in.mufu == 1);
+        return set(o[0], l, max);
+      }
       case s_FSETP: {
         float a = f32(o[2], l), b2 = f32(o[3], l);
         if (in.ftz) {

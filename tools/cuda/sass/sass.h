@@ -29,6 +29,8 @@ enum SOp : u8 {
   s_IABS,
   s_FMNMX,
   s_FMNMX3,
+  s_HMNMX2,
+  s_VHMNMX,
   s_VIMNMX,
   s_VIMNMX3,
   s_VIADDMNMX,
