@@ -1,19 +1,20 @@
-// Rows of a matrix that a warp keeps in registers: of 513 to 1024 classes.
+// Rows of a matrix that a warp keeps in registers: of 513 to 1024 classes, or with half of the registers, of 257 to
+// 512.
 #pragma once
 
 #include "cuda/common.cuh"
+#include "cuda/largest_logit.cuh"
 #include "cuda/row_groups.cuh"
 
 namespace focalkern::cuda {
 
 constexpr int kClassesOfLane = 32;
-constexpr int kClassesOfWarp = kClassesOfLane * kWarp;
 
-// The vectors of a row that a lane keeps.
-template <typename Scalar>
+// The vectors of a row that a lane keeps. kMost: classes
+template <typename Scalar, int kMost = kClassesOfLane>
 struct VectorsOfLane {
   static constexpr int kSize = kVectorSize<Scalar>;
-  static constexpr int kCount = kClassesOfLane / kSize;
+  static constexpr int kCount = kMost / kSize;
 
   uint4 at[kCount];
   int left;  // vectors of the row beyond the lane's first
@@ -28,10 +29,10 @@ struct VectorsOfLane {
 };
 
 // The classes of a row that a lane keeps.
-template <typename Scalar>
+template <typename Scalar, int kMost = kClassesOfLane>
 class RowOfLane {
   static constexpr int kSize = kVectorSize<Scalar>;
-  static constexpr int kCount = kClassesOfLane / kSize;
+  static constexpr int kCount = kMost / kSize;
 
  public:
   __device__ __forceinline__ RowOfLane(const Scalar* own, int left) : vectors_(own, left) {
@@ -63,13 +64,16 @@ class RowOfLane {
 
   // The largest logit of the whole row.
   __device__ __forceinline__ float largest() const {
-    float max = -kInfinity<float>;
-    each([&](float z, int, int) { max = fmax(max, z); });
-    return group_max(max, kWarp);
+    LargestOfVectors<Scalar> max;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      if (vectors_.has(v)) max.add(vectors_.at[v]);
+    }
+    return group_max(max.value(), kWarp);
   }
 
  private:
-  VectorsOfLane<Scalar> vectors_;
+  VectorsOfLane<Scalar, kMost> vectors_;
   float values_[kCount][kSize];
 };
 
@@ -125,12 +129,12 @@ template <typename Scalar>
 bool is_matrix(const Scalar* data, const RowLayout& layout, int64_t rows) {
   return layout.class_stride == 1 && rows <= layout.inner && reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
 }
-// Whether a warp may keep such a row.
-template <typename Scalar>
+// Whether the lanes of a warp may keep such a row, with kMost classes each.
+template <int kMost = kClassesOfLane, typename Scalar>
 bool fits_registers(const Scalar* data, const RowLayout& layout, int64_t rows, int64_t classes) {
   constexpr int kSize = kVectorSize<Scalar>;
   return is_matrix(data, layout, rows) && layout.inner_stride % kSize == 0 && classes % kSize == 0 &&
-         classes > kClassesOfWarp / 2 && classes <= kClassesOfWarp;
+         classes > kMost * kWarp / 2 && classes <= kMost * kWarp;
 }
 
 // The number of rows of a tile: one for each lane of the warp that finishes them, or fewer if there would be too few
@@ -142,11 +146,10 @@ inline int rows_per_tile_of_warps(int64_t rows) {
 }
 
 template <typename Scalar, typename... More>
-int launch_in_registers(void (*kernel)(RowLossForward<Scalar>, RowGeometry, GridSum<float>, More...),
-                        const RowLossForward<Scalar>& args, GridSum<float> totals, void* workspace, void* stream,
-                        const More&... more) {
+int launch_tiles_of_warps(void (*kernel)(RowLossForward<Scalar>, RowGeometry, GridSum<float>, More...),
+                          const RowLossForward<Scalar>& args, int of_tile, GridSum<float> totals, void* workspace,
+                          void* stream, const More&... more) {
   RowGeometry geometry = plan_groups(args, args.layout);
-  const int of_tile = rows_per_tile_of_warps(args.rows);
   geometry.lanes = kBlock / of_tile;
   geometry.lane_bits = 0;
   while (1 << geometry.lane_bits < geometry.lanes) ++geometry.lane_bits;
@@ -154,6 +157,13 @@ int launch_in_registers(void (*kernel)(RowLossForward<Scalar>, RowGeometry, Grid
   geometry.grid = geometry.tiles < 1 ? 1 : geometry.tiles < kMaxGrid ? geometry.tiles : kMaxGrid;
   const cudaError_t error = prepare_grid_sum(totals, geometry.grid, workspace, stream);
   return error != cudaSuccess ? error : launch(kernel, geometry.grid, kBlock, stream, args, geometry, totals, more...);
+}
+
+template <typename Scalar, typename... More>
+int launch_in_registers(void (*kernel)(RowLossForward<Scalar>, RowGeometry, GridSum<float>, More...),
+                        const RowLossForward<Scalar>& args, GridSum<float> totals, void* workspace, void* stream,
+                        const More&... more) {
+  return launch_tiles_of_warps(kernel, args, rows_per_tile_of_warps(args.rows), totals, workspace, stream, more...);
 }
 
 }  // namespace focalkern::cuda

@@ -1,7 +1,8 @@
 // The focal loss with label smoothing for gamma = 0, 1 or 2 and without class weights, in any of the layouts that
 // RowLayout describes, as row_loss_shared.cu has it for shares of every class. One read of the logits forward
-// (smoothed_row.cuh), also with the statistics of the rows, one backward. Rows of a matrix that fit a warp's registers
-// or a tile of shared memory have forward kernels of their own (smoothed_numbers.cuh).
+// (smoothed_row.cuh), also with the statistics of the rows, one backward. Rows of a matrix have forward kernels of
+// their own (smoothed_numbers.cuh): they lie in a warp's registers or in a tile of shared memory, or are read twice
+// (smoothed_twice.cuh).
 //
 // A row saves its largest logit, log S, and the sum of the slopes of all classes but the likely one, each times its
 // share. The likely class is the one, if any, with more than about half of the probability (row_loss_soft.cu).
@@ -14,6 +15,7 @@
 #include "cuda/row_statistics.cuh"
 #include "cuda/smoothed_numbers.cuh"
 #include "cuda/smoothed_row.cuh"
+#include "cuda/smoothed_twice.cuh"
 #include "cuda/soft_focal.cuh"
 #include "cuda/soft_row.cuh"
 #include "kernels/row_loss.h"
@@ -81,8 +83,8 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar>) void smoothed_focal
   sum_over_grid(totals, loss_sum, static_cast<double>(rows));
 }
 
-// The same for rows that a warp keeps in registers.
-template <typename Scalar, int kGamma>
+// The same for rows that a warp keeps in registers. kMost: classes of a lane
+template <typename Scalar, int kGamma, int kMost>
 __global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_registers_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
     const __grid_constant__ GridSum<float> totals, const float share) {
@@ -95,7 +97,7 @@ __global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_registers_ke
       args, geometry,
       [&](int64_t row, int place) {
         const Scalar* own = args.logits + row * args.layout.inner_stride + lane * kVectorSize<Scalar>;
-        const float number = smoothed_number<kGamma>(RowOfLane<Scalar>(own, left), share, lane);
+        const float number = smoothed_number<kGamma>(RowOfLane<Scalar, kMost>(own, left), share, lane);
         if (lane % kLanesOfNumber == 0) reinterpret_cast<float*>(kept + place)[lane / kLanesOfNumber] = number;
       },
       [&](const Row<Scalar>& row, int place) {
@@ -107,7 +109,8 @@ __global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_registers_ke
 }
 
 // The same for short rows: a thread, or lanes, take a row of a tile in shared memory, and a thread finishes it.
-template <typename Scalar, int kGamma, bool kHasLanes>
+// kValues: classes that are loaded at once
+template <typename Scalar, int kGamma, int kValues, bool kHasLanes>
 __global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_focal_forward_tile_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
     const __grid_constant__ GridSum<float> totals, const float share) {
@@ -126,32 +129,80 @@ __global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_
     __syncthreads();
     if constexpr (kHasLanes) {
       const int lane = thread & (plan.lanes - 1);
-      for (int first = 0; first < of_tile.rows; first += kBlock >> plan.lane_bits) {
-        const int r = first + (thread >> plan.lane_bits);
+      // Warps without a row skip it.
+      for (int first = (thread & -kWarp) >> plan.lane_bits; first < of_tile.rows; first += kBlock >> plan.lane_bits) {
+        const int r = first + (thread % kWarp >> plan.lane_bits);
         const bool exists = r < of_tile.rows;
-        const auto numbers = smoothed_numbers<kGamma>(tile, r, classes, share, plan.around, lane, plan.lanes, exists);
+        const auto numbers =
+            smoothed_numbers<kGamma, kValues>(tile, r, classes, share, plan.around, lane, plan.lanes, exists);
         if (lane == 0 && exists) kept[r] = numbers;
       }
       __syncthreads();
     }
-    if (thread < of_tile.rows) {
-      Row<Scalar> row = {of_tile.first + thread, tile + thread * classes, 1, classes};
+    const auto finish = [&](int r) {
+      Row<Scalar> row = {of_tile.first + r, tile + r * classes, 1, classes};
       const int label = as_class(args, args.labels[row.row]);
       row.label = label;
       row.is_live = label >= 0;
       SmoothedNumbers numbers;
       if constexpr (kHasLanes) {
-        numbers = kept[thread];
+        numbers = kept[r];
       } else {
-        numbers = smoothed_numbers<kGamma>(row.logits, thread, classes, share, plan.around);
+        numbers = smoothed_numbers<kGamma, kValues>(row.logits, r, classes, share, plan.around);
       }
       const SmoothedSums<float> sums = numbers.sums(share, static_cast<float>(classes));
       loss_sum += static_cast<double>(finish_row<kGamma>(args, row, share, sums));
       live += row.is_live;
+    };
+    if constexpr (kHasLanes) {
+      if (thread < of_tile.rows) finish(thread);
+    } else {
+#pragma unroll 1
+      for (int r = thread; r < of_tile.rows; r += kBlock) finish(r);
     }
     __syncthreads();  // before the next tile
   }
-  sum_over_grid(totals, loss_sum, static_cast<double>(live));
+  // Warps beyond the rows of a tile have only zeros.
+  const bool brings_any = !kHasLanes || thread < plan.rows_per_tile || thread < kWarp;
+  sum_over_grid(totals, loss_sum, static_cast<double>(live), brings_any);
+}
+
+// The same for rows of a matrix that a warp, or the block, reads twice.
+template <typename Scalar, int kGamma>
+__global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_twice_kernel(
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<float> totals, const float share) {
+  __shared__ double scratch[kWarpsPerBlock];
+  __shared__ SmoothedNumbers kept[kWarp];  // of the rows of a tile, or of the warps of the row
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  const int of_tile = kBlock >> geometry.lane_bits;
+  const bool is_of_block = of_tile == 1;
+  const int lanes = is_of_block ? kBlock : kWarp, index = thread & (lanes - 1);
+  const RowGroup group = {lanes, scratch};
+  double loss_sum = 0;
+  int live = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const int64_t first = t * of_tile;
+    const int there = static_cast<int>(args.rows - first < of_tile ? args.rows - first : of_tile);
+    for (int place = is_of_block ? 0 : warp; place < there; place += kWarpsPerBlock) {
+      const auto row = row_at<Scalar>(args, geometry, first + place, index, lanes);
+      if (!row.is_live) continue;
+      const float max = group.max(largest_of_thread(row));
+      const float number = number_of_warp(smoothed_numbers<kGamma>(row, max, share), lane);
+      float* to = reinterpret_cast<float*>(kept + (is_of_block ? warp : place));
+      if (lane % kLanesOfNumber == 0) to[lane / kLanesOfNumber] = number;
+    }
+    __syncthreads();
+    if (thread < there) {
+      const auto row = row_at<Scalar>(args, geometry, first + thread, 0, 1);
+      const SmoothedNumbers numbers = sum_of(kept + thread, is_of_block ? kWarpsPerBlock : 1);
+      const auto sums = numbers.sums(share, static_cast<float>(args.classes));
+      loss_sum += static_cast<double>(finish_row<kGamma>(args, row, share, sums));
+      live += row.is_live;
+    }
+    __syncthreads();
+  }
+  sum_over_grid(totals, loss_sum, static_cast<double>(live), threadIdx.x < kWarp);
 }
 
 // With the statistics of the rows. The sums of gamma = 2 include those of every gamma here and those of the entropy.
@@ -237,17 +288,16 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
   }
 }
 
-template <int kGamma, typename Scalar>
+template <int kGamma, int kValues, typename Scalar>
 int launch_tiles(const RowLossForward<Scalar>& args, RowPlan plan, GridSum<float> totals, void* workspace, void* stream,
                  float share) {
-  plan.lanes = power_of_two_at_least(divide_up(args.classes, kValuesPerLane), kWarp);
+  plan.lanes = lanes_of_short_row<kValues>(args.classes);
   plan.around = args.classes * sizeof(Scalar) % (16 * plan.lanes) == 0;
-  if (plan.rows_per_tile > kBlock) plan.rows_per_tile = kBlock;  // a thread finishes a row
   plan = finish_row_plan(plan, args.rows);
   const cudaError_t error = prepare_grid_sum(totals, plan.grid, workspace, stream);
   if (error != cudaSuccess) return error;
-  const auto kernel = plan.lanes > 1 ? smoothed_focal_forward_tile_kernel<Scalar, kGamma, true>
-                                     : smoothed_focal_forward_tile_kernel<Scalar, kGamma, false>;
+  const auto kernel = plan.lanes > 1 ? smoothed_focal_forward_tile_kernel<Scalar, kGamma, kValues, true>
+                                     : smoothed_focal_forward_tile_kernel<Scalar, kGamma, kValues, false>;
   return launch(kernel, plan.grid, kBlock, stream, args, plan, totals, share);
 }
 
@@ -259,15 +309,29 @@ int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<com
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     if constexpr (sizeof(Scalar) <= sizeof(float)) {
       const float share = args.label_smoothing / static_cast<float>(args.classes);
-      if (fits_registers(args.logits, args.layout, args.rows, args.classes)) {
-        return launch_in_registers(smoothed_focal_forward_registers_kernel<Scalar, gamma()>, args, totals, workspace,
-                                   stream, share);
+      const auto in_registers = [&](auto most) {
+        return launch_in_registers(smoothed_focal_forward_registers_kernel<Scalar, gamma(), most()>, args, totals,
+                                   workspace, stream, share);
+      };
+      constexpr std::integral_constant<int, kClassesOfLane> kMost;
+      constexpr std::integral_constant<int, kClassesOfLane / 2> kHalf;
+      if (fits_registers<kMost>(args.logits, args.layout, args.rows, args.classes)) return in_registers(kMost);
+      if constexpr (sizeof(Scalar) == sizeof(float)) {
+        if (fits_registers<kHalf>(args.logits, args.layout, args.rows, args.classes)) return in_registers(kHalf);
       }
       const bool end_to_end =
           is_matrix(args.logits, args.layout, args.rows) && args.layout.inner_stride == args.classes;
       const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, false);
       if (plan.path == RowPath::kOwn || plan.path == RowPath::kTile) {
-        return launch_tiles<gamma()>(args, plan, totals, workspace, stream, share);
+        if constexpr (sizeof(Scalar) == sizeof(uint16_t)) {
+          if (args.classes % 2 == 0) return launch_tiles<gamma(), 2>(args, plan, totals, workspace, stream, share);
+        }
+        return launch_tiles<gamma(), 1>(args, plan, totals, workspace, stream, share);
+      }
+      if (plan.lanes >= kWarp && args.layout.class_stride == 1) {
+        const int of_tile = plan.lanes == kBlock ? 1 : rows_per_tile_of_warps(args.rows);
+        return launch_tiles_of_warps(smoothed_focal_forward_twice_kernel<Scalar, gamma()>, args, of_tile, totals,
+                                     workspace, stream, share);
       }
     }
     return launch_forward(smoothed_focal_forward_kernel<Scalar, gamma()>, args, totals, workspace, stream);

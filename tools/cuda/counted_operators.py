@@ -39,6 +39,7 @@ ROW_LOSS = [
     ("focal", "float32", (16896, 1000), " smooth gamma 0"),
     ("focal", "bfloat16", (135168, 10), " smooth"), ("focal", "float32", (16896, 100), " smooth"),
     ("focal", "bfloat16", (16896, 100), " smooth"), ("focal", "bfloat16", (512, 32000), " smooth"),
+    ("focal", "float32", (16896, 400), " smooth"),
     ("focal", "float32", (16896, 1000), " probabilities"), ("focal", "bfloat16", (16896, 1000), " probabilities"),
 ]  # fmt: skip
 # Targets of the type of the logits, hard or soft; a label for each row; or a label for each pixel of 128 images. The
@@ -150,10 +151,11 @@ def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Co
 
 def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], dtype: torch.dtype) -> int:
     rows, classes = shape
-    if "registers" in kernel:  # rows_per_tile_of_warps of row_in_registers.cuh
+    if "registers" in kernel or ("twice" in kernel and rows_of_lanes(classes, dtype) > 1):
+        # rows_per_tile_of_warps of row_in_registers.cuh
         return next(tile for tile in (32, 16, 8) if tile == 8 or rows // tile >= MAX_GRID // 8)
     if "tile" in kernel:
-        return min(256, library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False))))
+        return library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False)))
     return rows_of_lanes(classes, dtype)
 
 

@@ -1,4 +1,6 @@
-"""Rows of label smoothing and class probabilities that warps keep in registers, and short rows of label smoothing."""
+"""Rows of label smoothing and class probabilities that warps keep in registers; short rows of label smoothing, and rows
+of it that a warp or the block reads twice.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ def shares_for(logits):
 # One, two or four rows for each warp of a block, which takes several tiles or one; a row is ignored, a label is wrong.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 @pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize(("rows", "classes"), [(45, 520), (70, 1000)])
+@pytest.mark.parametrize(("rows", "classes"), [(45, 520), (70, 1000), (45, 264), (70, 508)])
 def test_rows_in_registers(library, dtype, gamma, rows, classes):
     logits = (3 * torch.randn(rows, classes)).to(dtype)
     target = labels_for(logits)
@@ -29,7 +31,7 @@ def test_rows_in_registers(library, dtype, gamma, rows, classes):
     for grid in (1, 24, 2048):
         with most_blocks(library, grid):
             check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, ignore_index=7)
-            if dtype in NARROW:
+            if dtype in NARROW and classes > 512:
                 check_focal_loss(library, logits, shares_for(logits), gamma, label_smoothing=0.1)
     target[-1] = classes
     check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, ignore_index=7, reduction="none")
@@ -54,19 +56,38 @@ def test_registers_of_rows_with_gaps(library, dtype, gap):
         check_focal_loss(library, logits, shares, 2.0, reduction="none")
 
 
-# Rows that neither fit a tile nor fill registers, of several tiles for a block.
-def test_smoothed_rows_of_other_kernels(library):
-    for classes in (300, 1030):
-        logits = 3 * torch.randn(60, classes)
-        check_focal_loss(library, logits, labels_for(logits), 2.0, label_smoothing=0.1)
+# A warp reads a row twice, or the block (of more than 8192 bytes): rows that begin and end between vectors, with a few
+# classes for each thread or with more than it adds without compensation; each block has several tiles, or one. Rows are
+# ignored, and a label is wrong.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize(("rows", "bytes_of_row"), [(45, 1030 * 4), (3, 8200), (2, 17 * 8192)])
+def test_smoothed_rows_read_twice(library, dtype, rows, bytes_of_row):
+    classes = bytes_of_row // dtype.itemsize
+    for gamma, odd in zip(GAMMAS, (0, 1, 3), strict=True):
+        logits = (3 * torch.randn(rows, classes + odd)).to(dtype)
+        target = labels_for(logits)
+        target[1] = -100
+        check_focal_loss(library, logits, target, gamma, label_smoothing=0.1)
+        with most_blocks(library, 1):
+            check_focal_loss(library, logits, target, gamma, label_smoothing=0.1)
+        target[0] = classes + odd
+        check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, reduction="none")
+
+
+# Rows of 16 bits with gaps, too short for it otherwise, and one row.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+def test_other_smoothed_rows_read_twice(library, dtype):
+    for rows, classes, gap in ((45, 300, 1), (45, 301, 4), (1, 1100, 0), (1, 9000, 0)):
+        logits = (3 * torch.randn(rows, classes + gap)).to(dtype)[:, gap:]
+        check_focal_loss(library, logits, labels_for(logits), 2.0, label_smoothing=0.1, reduction="none")
 
 
 # Every number of classes of a thread and of lanes, also where rows begin in few banks of shared memory, in one tile and
 # in several for a block.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
-@pytest.mark.parametrize("first", [1, 9, 31, 98, 127])
+@pytest.mark.parametrize("first", [1, 9, 25, 51, 98, 127, 254])
 def test_short_smoothed_rows(library, dtype, first):
-    for classes in range(first, first + (8 if first < 20 else 3)):
+    for classes in range(first, first + (8 if first < 30 else 4)):
         gamma = GAMMAS[classes % 3]
         logits = (3 * torch.randn(75, classes)).to(dtype)
         target = labels_for(logits)
@@ -80,7 +101,7 @@ def test_short_smoothed_rows(library, dtype, first):
 # Ties of the largest class in one lane and in several, the largest logit far from zero, classes far below it, confident
 # rows whose other classes are smaller than the rounding error of 1.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
-@pytest.mark.parametrize("classes", [6, 15, 16, 100, 760])
+@pytest.mark.parametrize("classes", [6, 15, 16, 100, 400, 760, 1030, 4400])
 def test_far_logits_of_smoothed_rows(library, dtype, classes):
     logits = torch.randn(14, classes)
     logits[0] = 0.25
@@ -105,7 +126,7 @@ def test_far_logits_of_smoothed_rows(library, dtype, classes):
 
 # The saved log S keeps its digits where the other classes are small beside the largest.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
-@pytest.mark.parametrize("classes", [6, 16, 100, 760])
+@pytest.mark.parametrize("classes", [6, 16, 100, 400, 760, 1030, 4400])
 def test_digits_of_confident_smoothed_rows(library, dtype, classes):
     logits = torch.randn(5, classes)
     logits[torch.arange(5), torch.arange(5)] = torch.tensor([8.0, 13.0, 18.0, 25.0, 36.0])
@@ -118,7 +139,7 @@ def test_digits_of_confident_smoothed_rows(library, dtype, classes):
 
 
 # Masks of the least finite number under strong smoothing: the loss is large and finite.
-@pytest.mark.parametrize("classes", [6, 100, 760])
+@pytest.mark.parametrize("classes", [6, 100, 400, 760, 1030, 4400])
 def test_masked_classes_of_smoothed_rows(library, classes):
     logits = torch.randn(3, classes)
     logits[1, 1:] = torch.finfo(torch.float32).min
@@ -130,7 +151,7 @@ def test_masked_classes_of_smoothed_rows(library, classes):
 
 # A NaN makes its row NaN, an infinite logit too; an impossible class has an infinite loss.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
-@pytest.mark.parametrize("classes", [6, 16, 100, 760])
+@pytest.mark.parametrize("classes", [6, 16, 100, 400, 760, 1030, 4400])
 def test_infinite_logits_of_smoothed_rows(library, dtype, classes):
     logits = torch.randn(4, classes).to(dtype)
     target = torch.zeros(4, dtype=torch.int64)

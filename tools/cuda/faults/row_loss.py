@@ -154,7 +154,7 @@ FAULTS = [
         "row_loss_smoothed.cu",
         "t < geometry.tiles; t += gridDim.x",
         "t < geometry.tiles; t += geometry.tiles",
-        2,
+        3,
     ),
     Fault(
         "any thread writes the label's gradient of a row of one share",
@@ -207,7 +207,7 @@ FAULTS = [
         "row_loss_smoothed.cu",
         "t < geometry.tiles; t += gridDim.x",
         "t < geometry.tiles; t += geometry.tiles",
-        1,
+        2,
     ),
     Fault(
         "the entropy of smoothed rows has no sum of e x",
@@ -322,7 +322,68 @@ FAULTS = [
         "if (sums.depth > -kInfinity<float>) return sums;",
         "return sums;",
     ),
-    Fault("the last of an odd number of classes", "smoothed_numbers.cuh", "if (is_odd_) take(last_);", ""),
+    Fault("the last of an odd number of classes", "smoothed_numbers.cuh", "if (is_odd_) take_all(last_, take);", ""),
+    Fault("no lane reads the classes that not all lanes have", "smoothed_numbers.cuh", "lanes - 1 - lane) >>", "0) >>"),
+    Fault(
+        "a row read twice has no classes before its vectors",
+        "smoothed_twice.cuh",
+        "if (row.index < vectors.head) take_one(load_as_compute(row.logits[row.index]));",
+        "",
+    ),
+    Fault(
+        "a row read twice has no classes after its vectors",
+        "smoothed_twice.cuh",
+        "vectors.tail + row.index < row.classes",
+        "false",
+    ),
+    Fault(
+        "a thread that reads a row twice omits its last vectors",
+        "smoothed_twice.cuh",
+        "  for (; left > 0;",
+        "  for (; false;",
+    ),
+    Fault(
+        "vectors at once that not all threads of a warp have",
+        "smoothed_twice.cuh",
+        "left - of_warp > (kAtOnce - 1) * row.lanes;",
+        "left + of_warp > (kAtOnce - 1) * row.lanes;",
+    ),
+    Fault("a sum of many classes keeps the last few only", "smoothed_twice.cuh", "      totals.add(sums);\n", ""),
+    Fault(
+        "a row of the block has the sums of its first warp", "smoothed_twice.cuh", "k < count; ++k) {", "k < 1; ++k) {"
+    ),
+    Fault(
+        "the warps of the block write to one place",
+        "row_loss_smoothed.cu",
+        "kept + (is_of_block ? warp : place)",
+        "kept + (is_of_block ? 0 : place)",
+    ),
+    Fault(
+        "rows read twice: only the first tile of a block",
+        "row_loss_smoothed.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+        1,
+    ),
+    Fault(
+        "rows read twice: only the first row of a warp",
+        "row_loss_smoothed.cu",
+        "place < there; place += kWarpsPerBlock",
+        "place < there; place += kWarp",
+    ),
+    Fault(
+        "the largest logit of a row read twice is that of the thread",
+        "row_loss_smoothed.cu",
+        "group.max(largest_of_thread(row))",
+        "largest_of_thread(row)",
+    ),
+    Fault("the last word of a vector is not compared", "largest_logit.cuh", "larger<Scalar>(max_.z, max_.w)", "max_.z"),
+    Fault(
+        "warps without a row: a warp takes the rows of the next",
+        "row_loss_smoothed.cu",
+        "first = (thread & -kWarp) >> plan.lane_bits",
+        "first = (thread & -2 * kWarp) >> plan.lane_bits",
+    ),
     Fault(
         "a row that begins at a later class leaves some out",
         "smoothed_numbers.cuh",
