@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._arrays import as_tensor
 from focalkern.bootstrap._figures import CLASSWISE
 from focalkern.metrics._bins import equal_width_edges, interp_places
 from focalkern.metrics._inputs import check_log_probs, confidence_and_correct, probs_and_target
@@ -51,9 +52,13 @@ class ResampledRows:
         per_row: dict[str, Tensor] = {}
         self.classwise: ClasswiseSums | None = None
         if probs is not None:
-            given, labels = probs_and_target(op, probs[name], target, log=log)
-            if given.dim() != 2:
-                raise ValueError(f"{op}: probs must be [N, C], got shape {list(given.shape)}")
+            given = as_tensor(probs[name], f"{op}: probs")
+            if given.dim() > 2:
+                raise ValueError(
+                    f"{op}: probs must be [N, C], got shape {list(given.shape)}; pass pixels as rows: "
+                    "probs.movedim(1, -1).flatten(0, -2) and target.flatten()"
+                )
+            given, labels = probs_and_target(op, given, target, log=log)
             if log:
                 check_log_probs(op, given)
             if correct is None:

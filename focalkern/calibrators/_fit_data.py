@@ -25,11 +25,15 @@ __all__ = [
     "check_values",
     "labels_like_fit",
     "no_rows",
+    "scored_labels",
     "weighted_mean",
 ]
 
 # Bounds of a sum of weights. Within them, shares, their squares and 1 / (N + 1) neither overflow nor underflow.
 _MOST_WEIGHT = 1e100
+
+# Labels that other libraries and data sets give to rows without a label.
+_IGNORED = (-100, -1, 255)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,10 @@ def as_rows(
         ignore_index = label(name, "ignore_index", ignore_index, " or None")
 
     counts = None if ignore_index is None else labels != ignore_index
-    label_range(name, labels, n_classes, ignore_index)
+    try:
+        label_range(name, labels, n_classes, ignore_index)
+    except IndexError as error:
+        raise IndexError(f"{error}{_ignore_remedy(labels, n_classes, ignore_index)}") from None
     if weight is not None:
         counts = weight > 0 if counts is None else counts & (weight > 0)
     check_values(name, input, input_kind, counts)
@@ -97,6 +104,15 @@ def as_rows(
     if weight is not None and bool((weight == 1).all()):
         weight = None
     return FitData(input, labels, weight, names, one_logit, dense)
+
+
+def _ignore_remedy(labels: Tensor, n_classes: int, ignore_index: int | None) -> str:
+    """The remedy for labels that are outside of the classes because they mark rows without a label."""
+    outside = labels[(labels < 0) | (labels >= n_classes)]
+    value = int(outside[0])
+    if ignore_index is not None or value not in _IGNORED or not bool((outside == value).all()):
+        return ""
+    return f"; to leave such rows out, pass ignore_index={value}"
 
 
 def no_rows(name: str, n_rows: int, weighted: bool, ignoring: bool) -> ValueError:
@@ -244,6 +260,10 @@ def _misfit_remedy(found: tuple[int, ...], expected: tuple[int, ...], n_classes:
         return f"; {ONE_HOT}"
     if found == (*expected, 1):
         return "; pass target.squeeze(-1)"
+    if len(expected) > 1 and found == (expected[0], 1, *expected[1:]):
+        return "; pass target.squeeze(1)"
+    if len(expected) > 1 and found == (*expected[:1], n_classes, *expected[1:-1]):
+        return "; classes must be dimension 1 of logits, not the last"
     transposed = found == (n_classes,) and len(expected) == 1 and not one_logit
     return "; logits must be [N, C]: pass logits.T" if transposed else ""
 
@@ -286,6 +306,24 @@ def _labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"{name}: target must be a tensor or an array of labels, got {short(values)}") from error
 
 
+def scored_labels(
+    name: str, values: Any, n_classes: int, names: np.ndarray[Any, Any] | None, sample_weight: Any
+) -> np.ndarray[Any, Any]:
+    """:func:`labels_like_fit`; raises for a number of positive weight that is no class, as that of ignored pixels."""
+    labels = labels_like_fit(name, values, names)
+    outside = np.zeros(1, dtype=np.bool_) if names is not None else ~((labels >= 0) & (labels < n_classes))
+    if outside.any() and sample_weight is not None:
+        outside &= as_weight(name, sample_weight, tuple(labels.shape)).cpu().numpy() > 0
+    if outside.any():
+        row = int(outside.ravel().argmax())
+        found = f"{labels.ravel()[row]:g}"
+        raise IndexError(
+            f"{name}: target must be in [0, {n_classes}), got {found} at row {row}; to leave such rows out, pass "
+            f"sample_weight=target != {found}"
+        )
+    return labels
+
+
 def weighted_mean(name: str, right: np.ndarray[Any, Any], sample_weight: Any) -> float:
     """The weighted fraction of rows that are correct."""
     if sample_weight is None:
@@ -309,10 +347,9 @@ def as_binary(name: str, target: Any, input: Tensor, ignore_index: int | None) -
     known = torch.ones_like(good) if ignore_index is None else labels != ignore_index
     good |= ~known
     if not bool(good.all()):
-        row, column = (~good).nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: target must be 0 or 1, got {labels[row, column].item()} at row {row}, label {column}"
-        )
+        place = (~good).nonzero()[0].tolist()
+        found = labels[tuple(place)].item()
+        raise ValueError(f"{name}: target must be 0 or 1, got {found} at row {place[0]}, label {place[-1]}")
     return labels.to(input.device, torch.int64), known.to(input.device)
 
 

@@ -13,7 +13,7 @@ from focalkern._arrays import as_tensor
 from focalkern._columns import ClassColumns
 from focalkern._devices import cpu_by_default
 from focalkern._diagnostics import likely_sum
-from focalkern.calibrators._fit_data import as_floating, check_input, check_values, labels_like_fit, weighted_mean
+from focalkern.calibrators._fit_data import as_floating, check_input, check_values, scored_labels, weighted_mean
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._modules import ClassAxis, FlooredInput
 from focalkern.calibrators._named_columns import check_columns, expected_columns
@@ -182,6 +182,7 @@ class Fitted(Parameters):
         Raises:
             NotFittedError, TypeError: as :meth:`predict_proba`.
             ValueError: as :meth:`predict_proba`; a target of another shape; strings in place of numbers or vice versa.
+            IndexError: a number that is no class, unless its weight is 0.
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
@@ -190,7 +191,7 @@ class Fitted(Parameters):
         """
         name, found = type(self).__name__, self.predict(logits)
         found = found.cpu().numpy() if isinstance(found, Tensor) else found
-        wanted = labels_like_fit(name, target, self._names)
+        wanted = scored_labels(name, target, self.n_classes_, self._names, sample_weight)
         if wanted.shape != found.shape:
             raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
         return weighted_mean(name, found == wanted, sample_weight)

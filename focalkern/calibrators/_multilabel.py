@@ -86,8 +86,7 @@ class MultiLabelScaling(Calibrator):
 
         Args:
             logits: [N, L] floating point, tensor or array; probabilities with ``input_kind="probs"``.
-            target: [N, L] of 0 and 1: integer, floating point or bool. A frame with the names of the columns of
-                ``logits`` must have them in the same order.
+            target: [N, L] of 0 and 1: integer, floating point or bool; columns of a frame in the order of ``logits``.
             sample_weight: [N]: a row with weight w counts w times; None is 1.
             ignore_index: the value of ignored labels in ``target``; None ignores no label.
 
@@ -95,9 +94,8 @@ class MultiLabelScaling(Calibrator):
             The calibrator itself. After an error, an earlier fit stays unchanged.
 
         Raises:
-            TypeError: logits that are not floating point.
-            ValueError: shapes that do not fit; no rows; a target other than 0 and 1; NaN or infinite logits; an error
-                of the scaling, which then names the label.
+            TypeError, ValueError: logits that are not floating point; shapes that do not fit; no rows; a target other
+                than 0 and 1; NaN or infinite logits; an error of the scaling, which names the label.
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
@@ -283,10 +281,8 @@ class MultiLabelScaling(Calibrator):
         """
         name, found = type(self).__name__, torch.as_tensor(self.predict(logits))
         check_label_columns(name, self._columns, target)
-        wanted = as_tensor(target, f"{name}: target").cpu()
-        if wanted.shape != found.shape:
-            raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
-        return weighted_mean(name, (found.cpu() == wanted).all(-1).numpy(), sample_weight)
+        wanted, _ = as_binary(name, target, found, None)
+        return weighted_mean(name, (found == wanted).all(-1).cpu().numpy(), sample_weight)
 
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """The fitted maps as a module. It maps logits [..., L] to calibrated logits, for a sigmoid or a loss of logits.

@@ -8,6 +8,7 @@ import focalkern as fk
 
 LABELS = torch.arange(60) % 3
 LOGITS = 2 * torch.eye(3)[(LABELS + (torch.arange(60) % 4 == 0)) % 3] - torch.linspace(0, 1, 180).view(60, 3)
+IMAGES, MAPS = LOGITS.T.reshape(3, 3, 4, 5).swapaxes(0, 1), LABELS.view(3, 4, 5)
 ONE_HOT = torch.eye(3, dtype=torch.int64)[LABELS]
 
 
@@ -26,6 +27,13 @@ ONE_HOT = torch.eye(3, dtype=torch.int64)[LABELS]
         ),
         (LOGITS + 0j, LABELS, "complex64; complex numbers are not supported", lambda z, y: (z.real, y)),
         (LOGITS, LABELS[:7], "got [7]", lambda z, y: (z[:7], y)),
+        (IMAGES, MAPS[:, None], "; pass target.squeeze(1)", lambda z, y: (z, y.squeeze(1))),
+        (
+            IMAGES.swapaxes(1, 2).swapaxes(2, 3),
+            MAPS,
+            "; classes must be dimension 1 of logits, not the last",
+            lambda z, y: (z.swapaxes(2, 3).swapaxes(1, 2), y),
+        ),
     ],
 )
 def test_the_remedy_works(convert, logits, target, words, mend):

@@ -226,6 +226,25 @@ def test_bad_labels_are_named(target, error, words):
     assert "TemperatureScaling: " in str(caught.value) and words in str(caught.value)
 
 
+def test_a_label_of_ignored_rows_is_no_mistake_of_the_score():
+    logits, target = sample()
+    out = torch.arange(150) % 5 == 0
+    calibrator = TemperatureScaling().fit(logits, torch.where(out, 255, target), ignore_index=255)
+    expected = calibrator.score(logits[~out], target[~out])
+    for value in (255, -100):
+        labels = torch.where(out, value, target)
+        words = rf"target must be in \[0, 3\), got {value} at row 0; .* pass sample_weight=target != {value}$"
+        for given in (labels, labels.double(), labels.numpy()):
+            with pytest.raises(IndexError, match=words):
+                calibrator.score(logits, given)
+        assert calibrator.score(logits, labels, sample_weight=labels != value) == pytest.approx(expected)
+        with pytest.raises(IndexError, match=f"got {value} at row 0; .* pass ignore_index={value}$"):
+            TemperatureScaling().fit(logits, labels)
+    heads = fk.MultiLabelScaling().fit(logits, torch.eye(3)[target])
+    with pytest.raises(ValueError, match=r"^MultiLabelScaling: target must be 0 or 1, got -1 at row 0, label 0$"):
+        heads.score(logits, torch.where(out[:, None], -1, torch.eye(3, dtype=torch.int64)[target]))
+
+
 @pytest.mark.parametrize("logits", [np.array([["a", "b"]], dtype=object), [[0.1, None]], [[0.1], [0.2, 0.3]], None])
 def test_logits_that_are_no_numbers_are_named(logits):
     with pytest.raises(TypeError, match="TemperatureScaling: logits must be"):

@@ -318,3 +318,11 @@ def test_bad_input_is_named(call, error, words):
     with pytest.raises(error) as caught:
         call(probs, target)
     assert words in str(caught.value)
+
+
+def test_pixels_are_told_to_be_rows():
+    probs, target = torch.randn(4, 3, 2, 2).softmax(1), torch.randint(3, (4, 2, 2))
+    with pytest.raises(ValueError, match=r"'a': probs must be \[N, C\], got shape \[4, 3, 2, 2\]; pass pixels as rows"):
+        paired_bootstrap({"a": probs}, target, n_resamples=10)
+    rows = probs.movedim(1, -1).flatten(0, -2)  # the remedy of the error
+    assert paired_bootstrap({"a": rows}, target.flatten(), n_resamples=10).n_samples == 16
