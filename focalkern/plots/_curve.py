@@ -7,13 +7,24 @@ from focalkern._checks import short
 from focalkern.calibrators import SplineScaling
 from focalkern.calibrators._spline_shown import shown_curve
 from focalkern.ops.calibration_map import binary_focal_calibration_map
-from focalkern.plots._figure import BLUE, GREY, INK, PALE_BLUE, check_title, new_figure, plain_axes, set_heading
+from focalkern.plots._figure import (
+    BLUE,
+    GREY,
+    INK,
+    PALE_BLUE,
+    check_title,
+    new_figure,
+    on_white,
+    plain_axes,
+    set_heading,
+)
 
 __all__ = ["calibration_curve"]
 
 _GAMMAS = ((1.0, "--"), (3.0, ":"))
 
 
+@on_white
 def calibration_curve(calibrator: SplineScaling, *, title: str | None = None) -> Figure:
     r"""The learned curve of a fitted spline scaling, with the diagonal and two focal maps.
 

@@ -1,9 +1,12 @@
 """Figures, colours, axes and argument checks shared by all plots."""
 
+import functools
 import io
 import textwrap
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
+import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -23,6 +26,7 @@ __all__ = [
     "checked_bins",
     "checked_level",
     "new_figure",
+    "on_white",
     "plain_axes",
     "set_heading",
     "wrapped",
@@ -33,6 +37,23 @@ PALE_BLUE = "#9CC9E6"  # opacity of bars, so that marks on top of them are visib
 BAND = to_rgba(INK, 0.2)
 
 
+# The page of a figure is white, also if a style of the user, such as dark_background, writes in white.
+_COLOURS = {name: value for name, value in matplotlib.rcParamsDefault.items() if name.endswith("color")}
+
+P = ParamSpec("P")
+
+
+def on_white(plot: Callable[P, Figure]) -> Callable[P, Figure]:
+    """Decorator: the figure has matplotlib's default colours where the function sets none."""
+
+    @functools.wraps(plot)
+    def call(*arguments: P.args, **options: P.kwargs) -> Figure:
+        with matplotlib.rc_context(_COLOURS):
+            return plot(*arguments, **options)
+
+    return call
+
+
 def check_title(op: str, title: Any) -> None:
     if title is not None and not isinstance(title, str):
         raise TypeError(f"{op}: title must be text or None, got {short(title)}")
@@ -40,6 +61,10 @@ def check_title(op: str, title: Any) -> None:
 
 class _Figure(Figure):
     """A figure that a notebook shows as a picture even if pyplot was never imported."""
+
+    def draw(self, renderer: Any) -> None:
+        with matplotlib.rc_context(_COLOURS):  # some ticks are made while they are drawn
+            super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()

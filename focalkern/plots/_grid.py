@@ -16,7 +16,7 @@ from focalkern._arrays import with_tensors
 from focalkern._checks import counted, finite, one_of, short
 from focalkern._types import LOSS_NAMES
 from focalkern.ops.calibration_grid import CalibrationGrid
-from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, plain_axes, wrapped
+from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, on_white, plain_axes, wrapped
 
 __all__ = ["Ridge", "colour_range", "fit_ridge", "grid_heatmap", "ridge_diagram"]
 
@@ -118,6 +118,7 @@ def fit_ridge(grid: CalibrationGrid, criterion: str = "ece") -> Ridge:
     return Ridge(gammas, best, values, at_border, slope, intercept, r_squared)
 
 
+@on_white
 def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
     """The best temperature against gamma, to scale, with the fitted line, for each criterion.
 
@@ -209,6 +210,7 @@ def _describe_line(ridge: Ridge) -> str:
     return f"{ridge.slope:.3g} gamma {'-' if ridge.intercept < 0 else '+'} {abs(ridge.intercept):.3g}"
 
 
+@on_white
 def grid_heatmap(
     grid: CalibrationGrid,
     criterion: str = "ece",

@@ -23,6 +23,7 @@ from focalkern.plots._figure import (
     checked_bins,
     checked_level,
     new_figure,
+    on_white,
     plain_axes,
     set_heading,
     wrapped,
@@ -32,6 +33,7 @@ __all__ = ["reliability_diagram"]
 _ENOUGH = 20  # least number of samples for the largest gap in the title
 
 
+@on_white
 def reliability_diagram(
     bins: ReliabilityBins | Mapping[str, ReliabilityBins], *, title: str | None = None, level: float | None = 0.95
 ) -> Figure:

@@ -9,13 +9,24 @@ from focalkern._arrays import with_tensors
 from focalkern._checks import short
 from focalkern.metrics import AcceptThreshold, RiskCoverage
 from focalkern.metrics._risk import threshold_digits
-from focalkern.plots._figure import BLUE, GREY, INK, VERMILION, check_title, new_figure, plain_axes, set_heading
+from focalkern.plots._figure import (
+    BLUE,
+    GREY,
+    INK,
+    VERMILION,
+    check_title,
+    new_figure,
+    on_white,
+    plain_axes,
+    set_heading,
+)
 
 __all__ = ["risk_coverage"]
 
 _STYLES = ((BLUE, "-"), (VERMILION, "--"), (INK, ":"), (GREY, "-."))
 
 
+@on_white
 def risk_coverage(
     curves: RiskCoverage | Mapping[str, RiskCoverage],
     *,

@@ -12,11 +12,12 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from focalkern._checks import short
 from focalkern.losses import AdaFocalRecord
-from focalkern.plots._figure import INK, check_title, new_figure, plain_axes, wrapped
+from focalkern.plots._figure import INK, check_title, new_figure, on_white, plain_axes, wrapped
 
 __all__ = ["adafocal_history"]
 
 
+@on_white
 def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = None) -> Figure:
     r"""The history of AdaFocal by bin: calibration error above, gamma below, against the update.
 
