@@ -22,8 +22,7 @@ from focalkern.calibrators._warnings import warn
 
 __all__ = ["BY_METHOD", "Fitted", "Layout", "NotFittedError", "renamed"]
 
-_FEW = 4096
-_UNSEEN = "_unseen"
+_FEW, _UNSEEN = 4096, "_unseen"
 
 BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator class, by its "method" in JSON files
 
@@ -39,8 +38,10 @@ class Layout(NamedTuple):
 
 
 class NotFittedError(ValueError, AttributeError):
-    """A calibrator was used before ``fit`` or ``load``. If scikit-learn is imported, the error is also an instance of
-    its ``NotFittedError``."""
+    """A calibrator was used before ``fit`` or ``load``; with scikit-learn imported also its ``NotFittedError``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _not_fitted, self.args  # pickle does not find the class with both bases by its name
 
 
 def _not_fitted(words: str) -> NotFittedError:

@@ -267,8 +267,10 @@ def test_an_axis_that_is_given_as_a_generator_is_kept(tmp_path):
 def test_use_before_fit_is_scikit_learns_error_too():
     exceptions = pytest.importorskip("sklearn.exceptions", reason="scikit-learn is not installed")
     for error in (NotFittedError, exceptions.NotFittedError):
-        with pytest.raises(error, match="TemperatureScaling: not fitted yet"):
+        with pytest.raises(error, match="TemperatureScaling: not fitted yet") as caught:
             TemperatureScaling().predict(torch.zeros(1, 3))
+        again = pickle.loads(pickle.dumps(caught.value))  # a worker process sends its error
+        assert isinstance(again, error) and str(again) == str(caught.value)
 
 
 @pytest.mark.parametrize("cls", BOTH)
