@@ -39,7 +39,7 @@ def cannot_occur(input: Tensor, input_kind: str) -> Tensor:
 
 def floored(log_probs: Tensor, floor: float) -> Tensor:
     r"""\log((1 - \text{floor})\, p + \text{floor} / C), of log p [..., C]."""
-    least = log_probs.new_full((), math.log(floor) - math.log(log_probs.shape[-1]))
+    least = (log_probs.new_full((), floor) / log_probs.shape[-1]).log()  # exporters may leave C open
     shares = log_probs + math.log1p(-floor)
     if traces():  # for ONNX: torch's exporter by tracing has no logaddexp
         return torch.maximum(shares, least) + torch.log1p(torch.exp(-(shares - least).abs()))

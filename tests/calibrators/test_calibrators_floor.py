@@ -219,3 +219,15 @@ def test_an_evaluation_knows_the_floor():
     fitted = fk.TemperatureScaling(floor=FLOOR).fit(logits, labels)
     nll = float(-fitted.predict_log_proba(logits).gather(1, labels.unsqueeze(1)).mean())
     assert fk.study.evaluate_rows(rows, fitted).results[1].test["nll"] == pytest.approx(nll)
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_an_export_leaves_the_number_of_classes_open(kind):
+    """As that of a scaling without a floor."""
+    logits, labels = votes()
+    calibrator = with_kind(fk.FocalTemperatureScaling(floor=FLOOR), kind).fit(of_kind(logits, kind), labels)
+    module, dynamic = calibrator.as_module().eval(), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    graph = torch.export.export(module, (of_kind(logits, kind),), dynamic_shapes=(dynamic,)).module()
+    for n, n_classes in ((500, 4), (7, 9)):
+        rows = of_kind(votes(n, n_classes, seed=1)[0], kind)
+        assert_close(graph(rows), module(rows))
