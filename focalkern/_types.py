@@ -1,6 +1,6 @@
 """Facts that the whole package shares, each written once: kinds of arguments, dtypes, codes of the operators."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ __all__ = [
     "HALVES",
     "INPUT_KINDS",
     "LABELS",
+    "LOGITS",
     "LOSS_NAMES",
     "PLAIN_TENSORS",
     "PROPER",
@@ -24,6 +25,7 @@ __all__ = [
     "Reduction",
     "ScoredTarget",
     "compute_dtype",
+    "is_assumed",
 ]
 
 InputKind = Literal["logits", "probs"]
@@ -32,6 +34,19 @@ ScoredTarget = Tensor | tuple[Tensor, Tensor]  # dense, labels, or (labels, scor
 Proper = Literal["nll", "brier"]  # proper scores: the searches by derivatives and the cross-validation minimise them
 Criterion = Literal["nll", "brier", "ece"]
 Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
+
+
+class _Assumed(str):
+    """A string that marks a default: equal to the same word from the user, but distinguishable by its type."""
+
+
+def is_assumed(input_kind: str) -> bool:
+    """Whether the value is a default that the user did not set."""
+    return isinstance(input_kind, _Assumed)
+
+
+LOGITS: Any = _Assumed("logits")
+"""The default of ``input_kind``: rows that look like probabilities raise an error unless the user passed "logits"."""
 
 INPUT_KINDS: tuple[InputKind, ...] = get_args(InputKind)
 PROPER: tuple[Proper, ...] = get_args(Proper)

@@ -6,23 +6,9 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from focalkern._checks import number, short
-from focalkern._types import ESTIMATORS, INPUT_KINDS, InputKind
+from focalkern._types import ESTIMATORS, INPUT_KINDS, LOGITS, InputKind, is_assumed
 
 __all__ = ["LOGITS", "Parameters", "as_numbers", "is_assumed", "kept_axis"]
-
-
-class _Assumed(str):
-    """A string that marks a default: equal to the same word from the user, but distinguishable by its type."""
-
-
-def is_assumed(input_kind: str) -> bool:
-    """Whether the value is a default that the user did not set."""
-    return isinstance(input_kind, _Assumed)
-
-
-LOGITS: Any = _Assumed("logits")
-"""The default of ``input_kind``: ``fit`` raises an error for rows that look like probabilities unless the user passed
-"logits"."""
 
 
 class Parameters:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from focalkern._arrays import as_array, as_tensor, flat_rows
 from focalkern._checks import MOST_BINS, ONE_HOT, dense, integer, label, one_of, short, target_misfit
+from focalkern._diagnostics import refuse_probs
 from focalkern._progress import ProgressBar
-from focalkern._types import LABELS, Estimator, InputKind
+from focalkern._types import LABELS, LOGITS, Estimator, InputKind, is_assumed
 from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
@@ -88,7 +89,7 @@ def calibration_grid(
     n_bins: int = 15,
     criteria: Sequence[Criterion] = ("ece", "nll"),
     estimator: Estimator = "equal_mass",
-    input_kind: InputKind = "logits",
+    input_kind: InputKind = LOGITS,
     ignore_index: int = -100,
 ) -> CalibrationGrid:
     r"""Calibration criteria of focal temperature scaling at every (gamma, T).
@@ -127,7 +128,8 @@ def calibration_grid(
             confidence, and 0 in the first bin. ``"equal_mass"``: the confidences in ascending order, ties by row,
             split as by numpy.array_split. ``"equal_mass_interp"``: edges interp(linspace(0, N, M + 1), arange(N),
             sorted), bins (lo, hi]; the lowest sample falls in no bin, as in the published code of adaptive ECE.
-        input_kind: ``"logits"`` or ``"probs"``, the content of ``input``.
+        input_kind: ``"logits"`` or ``"probs"``, the content of ``input``. Without it, rows that look like
+            probabilities are an error (not in a compiled graph).
         ignore_index: label of ignored rows.
 
     Returns:
@@ -177,6 +179,8 @@ def calibration_grid(
     n_bins = integer("calibration_grid", "n_bins", n_bins, 1, MOST_BINS)
     ignore_index = label("calibration_grid", "ignore_index", ignore_index)
     input, target = pixels_as_rows(input.detach(), target.detach())
+    if is_assumed(input_kind) and not torch.compiler.is_compiling():
+        refuse_rows_of_probs(input, "input")
     gamma_axis, temperature_axis = _axis("gammas", gammas), _axis("temperatures", temperatures)
     # Tables come in the order of their codes.
     present = sorted(names, key=_CRITERIA.__getitem__)
@@ -200,6 +204,12 @@ def calibration_grid(
         n_bins=n_bins,
         estimator=estimator,
     )
+
+
+def refuse_rows_of_probs(input: Tensor, name: str) -> None:
+    """Raises for rows that look like probabilities; the backend refuses any other input than floating-point rows."""
+    if input.dim() == 2 and input.is_floating_point() and not input.is_meta:
+        refuse_probs("calibration_grid", input, name)
 
 
 def pixels_as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from focalkern._checks import dense
 from focalkern._devices import where_float64
-from focalkern._types import PROPER, Estimator, InputKind, Proper
-from focalkern.ops.calibration_grid import CalibrationGrid, pixels_as_rows
+from focalkern._types import LOGITS, PROPER, Estimator, InputKind, Proper, is_assumed
+from focalkern.ops.calibration_grid import CalibrationGrid, pixels_as_rows, refuse_rows_of_probs
 from focalkern.streaming._config import GridConfig, adds_nothing, as_ours, short
 from focalkern.streaming._reduce import all_reduced
 from focalkern.streaming._sums import Accumulator, SampleStore, SumAccumulator
@@ -44,7 +44,7 @@ class CalibrationGridState:
         n_bins: M >= 1.
         criteria: from ``"ece"``, ``"mce"``, ``"nll"`` and ``"brier"``.
         estimator: bins of ``ece`` and ``mce``, as for :func:`focalkern.calibration_grid`.
-        input_kind: ``"logits"`` or ``"probs"``, the kind of the input of :meth:`update`.
+        input_kind: ``"logits"`` or ``"probs"``, as :func:`focalkern.calibration_grid`, which checks the first batch.
         ignore_index: label of ignored rows.
         n_buckets: >= 16, number of buckets for the equal-mass estimators; the error bound falls about as
             1 / n_buckets.
@@ -77,7 +77,7 @@ class CalibrationGridState:
         n_bins: int = 15,
         criteria: Sequence[str] = ("ece", "nll"),
         estimator: Estimator = "equal_mass",
-        input_kind: InputKind = "logits",
+        input_kind: InputKind = LOGITS,
         ignore_index: int = -100,
         n_buckets: int = 1024,
         exact: bool = False,
@@ -89,7 +89,7 @@ class CalibrationGridState:
             n_bins=n_bins,
             criteria=criteria,
             estimator=estimator,
-            input_kind=input_kind,
+            input_kind="logits" if is_assumed(input_kind) else input_kind,
             ignore_index=ignore_index,
             n_buckets=n_buckets,
             exact=exact,
@@ -98,6 +98,7 @@ class CalibrationGridState:
             SampleStore(self._config, spill_dir) if self._config.exact else SumAccumulator(self._config)
         )
         self._n_classes: int | None = None
+        self._is_assumed = is_assumed(input_kind)
 
     @property
     def n_samples(self) -> int:
@@ -157,6 +158,8 @@ class CalibrationGridState:
                     f"calibration_grid: logits must have the {self._n_classes} classes of the batches before, got "
                     f"[N, C] = {list(logits.shape)}"
                 )
+            if self._n_classes is None and self._is_assumed:
+                refuse_rows_of_probs(logits, "logits")
             if adds_nothing(logits, target, self._config.ignore_index):
                 return self
             self._content.add(logits, target)
@@ -386,10 +389,8 @@ class CalibrationGridState:
             1
         """
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("config"), Mapping):
-            raise ValueError(
-                "CalibrationGridState.from_state_dict: state_dict must be what state_dict() returns, got "
-                f"{short(state_dict)}"
-            )
+            subject = "CalibrationGridState.from_state_dict: state_dict"
+            raise ValueError(f"{subject} must be what state_dict() returns, got {short(state_dict)}")
         try:
             state = cls(**state_dict["config"])
         except TypeError as error:

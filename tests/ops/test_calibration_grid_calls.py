@@ -251,3 +251,23 @@ def test_bad_labels_are_named(device, bad):
     target = torch.tensor([0, -100, bad, 7], device=device)
     with pytest.raises(IndexError, match=rf"^calibration_grid: target .*\[0, 3\).*got {bad}.*row 2"):
         fk.calibration_grid(torch.zeros(4, 3, device=device), target, [1.0], [1.0])
+
+
+@pytest.mark.parametrize("scale", [1, 100])
+def test_probabilities_need_their_kind(device, scale):
+    z, target = samples(60, 3, torch.float32, device)
+    probs, state = z.softmax(-1) * scale, fk.CalibrationGridState(GAMMAS, TEMPERATURES)
+    what = "probabilities" if scale == 1 else "percentages"
+    for name, call in (("calibration_grid: input", fk.calibration_grid), ("CalibrationGridState.update: logits", None)):
+        with pytest.raises(ValueError, match=f"^{name} must not be {what} without input_kind, got non-negative rows"):
+            state.update(probs, target) if call is None else call(probs, target, GAMMAS, TEMPERATURES)
+    assert state.n_samples == 0
+    for options in ({"input_kind": "logits"}, {"input_kind": "probs"}):
+        rows = probs if options["input_kind"] == "logits" else probs / scale
+        grid = fk.calibration_grid(rows, target, GAMMAS, TEMPERATURES, **options)
+        state = fk.CalibrationGridState(GAMMAS, TEMPERATURES, **options).update(rows, target)
+        torch.testing.assert_close(state.compute().tables["nll"], grid.tables["nll"])
+    # Later batches are not looked at, and the kind of a state is a plain string.
+    state = fk.CalibrationGridState(GAMMAS, TEMPERATURES).update(z, target).update(probs, target)
+    assert state.n_samples == 120
+    assert type(state.state_dict()["config"]["input_kind"]) is str
