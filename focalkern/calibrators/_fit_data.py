@@ -311,7 +311,8 @@ def scored_labels(
 ) -> np.ndarray[Any, Any]:
     """:func:`labels_like_fit`; raises for a number of positive weight that is no class, as that of ignored pixels."""
     labels = labels_like_fit(name, values, names)
-    outside = np.zeros(1, dtype=np.bool_) if names is not None else ~((labels >= 0) & (labels < n_classes))
+    are_numbers = names is None and labels.dtype.kind in "biuf"
+    outside = ~((labels >= 0) & (labels < n_classes)) if are_numbers else np.zeros(1, dtype=np.bool_)
     if outside.any() and sample_weight is not None:
         outside &= as_weight(name, sample_weight, tuple(labels.shape)).cpu().numpy() > 0
     if outside.any():

@@ -12,7 +12,7 @@ from focalkern._arrays import as_array, as_tensor, flat_rows
 from focalkern._checks import MOST_BINS, ONE_HOT, dense, integer, label, one_of, short, target_misfit
 from focalkern._diagnostics import refuse_probs
 from focalkern._progress import ProgressBar
-from focalkern._types import LABELS, LOGITS, Estimator, InputKind, is_assumed
+from focalkern._types import FLOATS, LABELS, LOGITS, Estimator, InputKind, is_assumed
 from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
@@ -208,7 +208,7 @@ def calibration_grid(
 
 def refuse_rows_of_probs(input: Tensor, name: str) -> None:
     """Raises for rows that look like probabilities; the backend refuses any other input than floating-point rows."""
-    if input.dim() == 2 and input.is_floating_point() and not input.is_meta:
+    if input.dim() == 2 and input.dtype in FLOATS and not input.is_meta:
         refuse_probs("calibration_grid", input, name)
 
 
