@@ -5,7 +5,6 @@ from focalkern.calibrators._auto import AutoCalibrator
 from focalkern.calibrators._base import Calibrator, load_calibrator
 from focalkern.calibrators._batched import fit_focal_temperatures, fit_temperatures
 from focalkern.calibrators._candidates import CANDIDATES
-from focalkern.calibrators._fitted import NotFittedError
 from focalkern.calibrators._focal_temperature import FocalTemperatureScaling
 from focalkern.calibrators._histogram import Binning, HistogramBinning
 from focalkern.calibrators._histogram_module import HistogramLogProbs
@@ -19,6 +18,7 @@ from focalkern.calibrators._modules import (
     MultiLabelLogits,
 )
 from focalkern.calibrators._multilabel import MultiLabelScaling
+from focalkern.calibrators._not_fitted import NotFittedError
 from focalkern.calibrators._per_class import per_class_report
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
 from focalkern.calibrators._search import DEFAULT_GAMMAS, GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Search, grid_border

@@ -1,7 +1,6 @@
 """Application of a fitted calibrator to rows: checks of the input, floor, probabilities, predicted classes."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, overload
 
@@ -17,12 +16,14 @@ from focalkern.calibrators._fit_data import as_floating, check_input, check_valu
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._modules import ClassAxis, FlooredInput
 from focalkern.calibrators._named_columns import check_columns, expected_columns
+from focalkern.calibrators._not_fitted import not_fitted
 from focalkern.calibrators._parameters import Parameters
 from focalkern.calibrators._warnings import warn
 
-__all__ = ["BY_METHOD", "Fitted", "Layout", "NotFittedError", "renamed"]
+__all__ = ["BY_METHOD", "Fitted", "Layout", "renamed"]
 
-_FEW, _UNSEEN = 4096, "_unseen"
+_FEW = 4096
+_UNSEEN = "_unseen"
 
 BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator class, by its "method" in JSON files
 
@@ -35,21 +36,6 @@ class Layout(NamedTuple):
     one_logit: bool = False
     dense: bool = False
     columns: ClassColumns | None = None
-
-
-class NotFittedError(ValueError, AttributeError):
-    """A calibrator was used before ``fit`` or ``load``; with scikit-learn imported also its ``NotFittedError``."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _not_fitted, self.args  # pickle does not find the class with both bases by its name
-
-
-def _not_fitted(words: str) -> NotFittedError:
-    theirs = sys.modules.get("sklearn.exceptions")
-    if theirs is None:  # without scikit-learn no code can expect its error
-        return NotFittedError(words)
-    both: type[NotFittedError] = type("NotFittedError", (NotFittedError, theirs.NotFittedError), {})
-    return both(words)
 
 
 class Fitted(Parameters):
@@ -377,7 +363,7 @@ class Fitted(Parameters):
     def _check_fitted(self) -> None:
         if not hasattr(self, "n_classes_"):
             name = type(self).__name__
-            raise _not_fitted(f"{name}: not fitted yet; call fit(logits, target) or {name}.load(path) first")
+            raise not_fitted(f"{name}: not fitted yet; call fit(logits, target) or {name}.load(path) first")
 
 
 def _has_nan(values: Tensor) -> bool:
