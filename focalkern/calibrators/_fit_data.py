@@ -22,10 +22,10 @@ __all__ = [
     "as_rows",
     "as_weight",
     "check_input",
+    "check_scored",
     "check_values",
     "labels_like_fit",
     "no_rows",
-    "scored_labels",
     "weighted_mean",
 ]
 
@@ -306,13 +306,11 @@ def _labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"{name}: target must be a tensor or an array of labels, got {short(values)}") from error
 
 
-def scored_labels(
-    name: str, values: Any, n_classes: int, names: np.ndarray[Any, Any] | None, sample_weight: Any
-) -> np.ndarray[Any, Any]:
-    """:func:`labels_like_fit`; raises for a number of positive weight that is no class, as that of ignored pixels."""
-    labels = labels_like_fit(name, values, names)
-    are_numbers = names is None and labels.dtype.kind in "biuf"
-    outside = ~((labels >= 0) & (labels < n_classes)) if are_numbers else np.zeros(1, dtype=np.bool_)
+def check_scored(name: str, labels: np.ndarray[Any, Any], n_classes: int, sample_weight: Any) -> None:
+    """Raises for a number of positive weight that is no class, such as that of ignored pixels; names pass."""
+    if labels.dtype.kind not in "biuf":
+        return
+    outside = ~((labels >= 0) & (labels < n_classes))
     if outside.any() and sample_weight is not None:
         outside &= as_weight(name, sample_weight, tuple(labels.shape)).cpu().numpy() > 0
     if outside.any():
@@ -322,7 +320,6 @@ def scored_labels(
             f"{name}: target must be in [0, {n_classes}), got {found} at row {row}; to leave such rows out, pass "
             f"sample_weight=target != {found}"
         )
-    return labels
 
 
 def weighted_mean(name: str, right: np.ndarray[Any, Any], sample_weight: Any) -> float:

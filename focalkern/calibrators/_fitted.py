@@ -12,7 +12,14 @@ from focalkern._arrays import as_tensor
 from focalkern._columns import ClassColumns
 from focalkern._devices import cpu_by_default
 from focalkern._diagnostics import likely_sum
-from focalkern.calibrators._fit_data import as_floating, check_input, check_values, scored_labels, weighted_mean
+from focalkern.calibrators._fit_data import (
+    as_floating,
+    check_input,
+    check_scored,
+    check_values,
+    labels_like_fit,
+    weighted_mean,
+)
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._modules import ClassAxis, FlooredInput
 from focalkern.calibrators._named_columns import check_columns, expected_columns
@@ -178,9 +185,10 @@ class Fitted(Parameters):
         """
         name, found = type(self).__name__, self.predict(logits)
         found = found.cpu().numpy() if isinstance(found, Tensor) else found
-        wanted = scored_labels(name, target, self.n_classes_, self._names, sample_weight)
+        wanted = labels_like_fit(name, target, self._names)
         if wanted.shape != found.shape:
             raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
+        check_scored(name, wanted, self.n_classes_, sample_weight)
         return weighted_mean(name, found == wanted, sample_weight)
 
     @overload
