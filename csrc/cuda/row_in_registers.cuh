@@ -150,7 +150,7 @@ int launch_tiles_of_warps(void (*kernel)(RowLossForward<Scalar>, RowGeometry, Gr
                           const RowLossForward<Scalar>& args, int of_tile, GridSum<float> totals, void* workspace,
                           void* stream, const More&... more) {
   RowGeometry geometry = plan_groups(args, args.layout);
-  geometry.lanes = kBlock / of_tile;
+  geometry.lanes = kBlock / of_tile;  // says how many rows a tile has
   geometry.lane_bits = 0;
   while (1 << geometry.lane_bits < geometry.lanes) ++geometry.lane_bits;
   geometry.tiles = divide_up(args.rows, of_tile);

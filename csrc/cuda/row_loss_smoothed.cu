@@ -1,8 +1,8 @@
 // The focal loss with label smoothing for gamma = 0, 1 or 2 and without class weights, in any of the layouts that
 // RowLayout describes, as row_loss_shared.cu has it for shares of every class. One read of the logits forward
-// (smoothed_row.cuh), also with the statistics of the rows, one backward. Rows of a matrix have forward kernels of
-// their own (smoothed_numbers.cuh): they lie in a warp's registers or in a tile of shared memory, or are read twice
-// (smoothed_twice.cuh).
+// (smoothed_row.cuh), also with the statistics of the rows, one backward. Rows of adjacent classes of at most 32 bits
+// have forward kernels of their own (smoothed_numbers.cuh): they lie in a warp's registers or in a tile of shared
+// memory, or are read twice (smoothed_twice.cuh). Short rows that do not lie end to end have none.
 //
 // A row saves its largest logit, log S, and the sum of the slopes of all classes but the likely one, each times its
 // share. The likely class is the one, if any, with more than about half of the probability (row_loss_soft.cu).
@@ -167,7 +167,7 @@ __global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_
   sum_over_grid(totals, loss_sum, static_cast<double>(live), brings_any);
 }
 
-// The same for rows of a matrix that a warp, or the block, reads twice.
+// The same for rows of adjacent classes that a warp, or the block, reads twice.
 template <typename Scalar, int kGamma>
 __global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_twice_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
@@ -316,7 +316,7 @@ int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<com
       constexpr std::integral_constant<int, kClassesOfLane> kMost;
       constexpr std::integral_constant<int, kClassesOfLane / 2> kHalf;
       if (fits_registers<kMost>(args.logits, args.layout, args.rows, args.classes)) return in_registers(kMost);
-      if constexpr (sizeof(Scalar) == sizeof(float)) {
+      if constexpr (sizeof(Scalar) == sizeof(float)) {  // of 16 bits, such rows mostly lie in a tile
         if (fits_registers<kHalf>(args.logits, args.layout, args.rows, args.classes)) return in_registers(kHalf);
       }
       const bool end_to_end =

@@ -1,5 +1,5 @@
-// The sums of smoothed_numbers.cuh for a row of a matrix that a warp or the block reads twice, for the largest logit
-// and for the sums. The second read finds most rows in the cache.
+// The sums of smoothed_numbers.cuh for a row of adjacent classes that a warp or the block reads twice, for the largest
+// logit and for the sums. The second read finds most rows in the cache.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -48,7 +48,6 @@ class SmoothedTotals {
 // take_one(logit) for the classes before and after the vectors.
 template <int kAtOnce, typename Scalar, typename Take, typename TakeOne>
 __device__ __forceinline__ void each_vector(const Row<Scalar>& row, Take take, TakeOne take_one) {
-  constexpr int kSize = kVectorSize<Scalar>;
   const Vectors vectors(row);
   if (row.index < vectors.head) take_one(load_as_compute(row.logits[row.index]));
   if (vectors.tail + row.index < row.classes) take_one(load_as_compute(row.logits[vectors.tail + row.index]));
@@ -75,7 +74,8 @@ __device__ __forceinline__ float largest_of_thread(const Row<Scalar>& row) {
   return fmax(max.value(), beside);
 }
 
-// The sums of a thread. max: that of the row
+// The sums of a thread. max: that of the row. The first part has up to two more classes than kFewClasses, those beside
+// the vectors.
 template <int kGamma, typename Scalar>
 __device__ __forceinline__ SmoothedNumbers smoothed_numbers(const Row<Scalar>& row, float max, float share) {
   constexpr int kSize = kVectorSize<Scalar>;

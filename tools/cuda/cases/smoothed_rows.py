@@ -74,7 +74,7 @@ def test_smoothed_rows_read_twice(library, dtype, rows, bytes_of_row):
         check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, reduction="none")
 
 
-# Rows of 16 bits with gaps, too short for it otherwise, and one row.
+# Rows of 16 bits with gaps, which would lie in a tile without them, and one row.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 def test_other_smoothed_rows_read_twice(library, dtype):
     for rows, classes, gap in ((45, 300, 1), (45, 301, 4), (1, 1100, 0), (1, 9000, 0)):
@@ -82,10 +82,21 @@ def test_other_smoothed_rows_read_twice(library, dtype):
         check_focal_loss(library, logits, labels_for(logits), 2.0, label_smoothing=0.1, reduction="none")
 
 
-# Every number of classes of a thread and of lanes, also where rows begin in few banks of shared memory, in one tile and
-# in several for a block.
+# Short rows with gaps, which lanes of a warp read once; each block has several tiles.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
-@pytest.mark.parametrize("first", [1, 9, 25, 51, 98, 127, 254])
+def test_smoothed_rows_of_lanes(library, dtype):
+    for gamma in GAMMAS:
+        logits = (3 * torch.randn(70, 201)).to(dtype)[:, :200]
+        target = labels_for(logits)
+        target[3] = -100
+        check_focal_loss(library, logits, target, gamma, label_smoothing=0.1)
+        check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, reduction="none")
+
+
+# The fewest and the most classes of a thread and of lanes, and most between them, also where rows begin in few banks of
+# shared memory, in one tile and in several for a block.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("first", [1, 9, 17, 25, 51, 98, 127, 254, 417])
 def test_short_smoothed_rows(library, dtype, first):
     for classes in range(first, first + (8 if first < 30 else 4)):
         gamma = GAMMAS[classes % 3]

@@ -348,7 +348,12 @@ FAULTS = [
         "left - of_warp > (kAtOnce - 1) * row.lanes;",
         "left + of_warp > (kAtOnce - 1) * row.lanes;",
     ),
-    Fault("a sum of many classes keeps the last few only", "smoothed_twice.cuh", "      totals.add(sums);\n", ""),
+    Fault(
+        "a sum of many classes keeps the last few only",
+        "smoothed_twice.cuh",
+        "      totals.add(sums);\n",
+        "      sums.rest = sums.depth = 0;\n",
+    ),
     Fault(
         "a row of the block has the sums of its first warp", "smoothed_twice.cuh", "k < count; ++k) {", "k < 1; ++k) {"
     ),
@@ -379,7 +384,7 @@ FAULTS = [
     ),
     Fault("the last word of a vector is not compared", "largest_logit.cuh", "larger<Scalar>(max_.z, max_.w)", "max_.z"),
     Fault(
-        "warps without a row: a warp takes the rows of the next",
+        "every second warp takes the rows of the warp before it",
         "row_loss_smoothed.cu",
         "first = (thread & -kWarp) >> plan.lane_bits",
         "first = (thread & -2 * kWarp) >> plan.lane_bits",

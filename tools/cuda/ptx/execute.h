@@ -280,7 +280,7 @@ struct Execute : Conversions {
         break;
       case F16X2:
       case BF16X2:
-        done = in.op == MAX;
+        done = in.op == MAX && !in.ftz;
         if (done) binary<full, u32>(in, mask, [&](u32 a, u32 b) { return larger_pair(a, b, in.ty == BF16X2); });
         break;
       case PRED:
