@@ -165,7 +165,7 @@ def open_shards(
     else:
         raise InputError(
             f"{path}: expected .npy, .safetensors or .zarr for reading in parts, found {', '.join(sorted(suffixes))}; "
-            "for all rows in memory pass the set of focalkern.files.read_sets, in the command leave out --stream"
+            "other formats are read without stream, all rows in memory (focalkern.files.read_sets)"
         )
     sets = {}
     for prefix, first in found[0].items():

@@ -105,8 +105,8 @@ def test_options_that_cannot_be(folder, run):
         (("val_logits.npy", "--state-every", "0"), "--state-every: expected a number of seconds greater than 0"),
         (
             ("plain.csv", "--stream"),
-            "plain.csv: expected .npy, .safetensors or .zarr for reading in parts, found .csv; for all rows in memory "
-            "pass the set of focalkern.files.read_sets, in the command leave out --stream",
+            "plain.csv: expected .npy, .safetensors or .zarr for reading in parts, found .csv; other formats are "
+            "read without stream, all rows in memory (focalkern.files.read_sets)",
         ),
     ):
         code, out, err = run("calibrate", *arguments)
