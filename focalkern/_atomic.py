@@ -4,13 +4,23 @@ import contextlib
 import errno
 import os
 import signal
+import stat
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["opened_atomically", "write_atomically", "write_together"]
+__all__ = ["is_device", "opened_atomically", "write_atomically", "write_together"]
+
+
+def is_device(path: str | os.PathLike[str]) -> bool:
+    """Whether the path is a device or a pipe, such as /dev/null or /dev/stdout, which no file may replace."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -45,12 +55,16 @@ def opened_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     On any error the new file is removed and ``path`` stays unchanged.
 
     Args:
-        path: the file to write; for a symbolic link, its target is replaced.
+        path: the file to write; for a symbolic link, its target is replaced. A device or a pipe gets the bytes.
 
     Raises:
         OSError: the folder is missing, the folder or the old file is not writable, the disk is full, ``path`` is a
             folder. It names the file.
     """
+    if is_device(path):
+        with open(path, "wb") as stream:
+            yield stream
+        return
     partial = _name_of_partial(path)
     with _cleaned_up(path, partial):
         with open(partial, "xb") as stream:

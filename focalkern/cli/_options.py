@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from focalkern._atomic import is_device
 from focalkern._checks import label, parsed_float, parsed_int
 from focalkern._types import INPUT_KINDS
 from focalkern.files import Hint, InputError
@@ -147,10 +148,11 @@ def check_out(path: Path, option: str) -> None:
     if os.path.isdir(path):
         raise InputError(f"{path}: expected a file for {option}, found a folder")
     folder = os.path.dirname(os.path.realpath(path))
-    if not os.path.isdir(folder):
+    if not is_device(path) and not os.path.isdir(folder):
         raise InputError(f"{path}: expected a file in an existing folder for {option}, found no such folder")
     existing = path if os.path.exists(path) else folder
-    if not os.access(existing, os.W_OK) or not os.access(folder, os.W_OK | os.X_OK):
+    may_replace = is_device(path) or os.access(folder, os.W_OK | os.X_OK)
+    if not os.access(existing, os.W_OK) or not may_replace:
         raise InputError(
             f"{path}: expected a file that can be written for {option}, found: {os.strerror(errno.EACCES)}"
         )

@@ -339,6 +339,21 @@ def test_a_name_that_begins_with_a_dash_is_no_option_in_the_next_commands(run, s
     assert run(*line.split()[1:])[0] == 0
 
 
+@pytest.mark.skipif(not os.path.isdir("/dev/fd"), reason="no pipes by name")
+def test_a_device_or_a_pipe_gets_the_bytes_and_stays(run, single, tmp_path):
+    pipe = tmp_path / "pipe"  # /dev/null belongs to the machine
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    unnamed, writer = os.pipe()  # as /dev/stdout in front of a "|"
+    for name, end in ((pipe, reader), (f"/dev/fd/{writer}", unnamed)):
+        code, _, err = run("calibrate", single, "--bootstrap", "0", "--gammas", "0", "--out", name)
+        assert (code, err) == (0, "")
+        assert json.loads(os.read(end, 1 << 16))["format"] == "focalkern-calibrator"
+    assert pipe.is_fifo()
+    for number in (reader, unnamed, writer):
+        os.close(number)
+
+
 def test_a_long_name_of_a_network_does_not_widen_the_table(run, single, tmp_path):
     path = single.rename(tmp_path / f"{'n' * 200}.npz")
     code, out, _ = run("sweep", path, "--jobs", "1")
