@@ -43,7 +43,7 @@ class CalibrationSums:
         cells = (n_gammas, n_temperatures)
         # Inside torch.inference_mode() too, the sums must be ordinary tensors, which later batches may change in place.
         with torch.inference_mode(False):
-            sums = cls(torch.zeros(1, dtype=torch.int64))
+            sums = cls(torch.zeros(1, dtype=torch.int64, device="cpu"))
             if "ece" in criteria or "mce" in criteria:
                 sums.count = torch.zeros(*cells, n_buckets, dtype=torch.int64, device=device)
                 sums.confidence = torch.zeros(*cells, n_buckets, dtype=torch.float64, device=device)

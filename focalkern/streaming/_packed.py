@@ -40,7 +40,7 @@ def packed(sums: CalibrationSums) -> dict[str, Any]:
 def unpacked(content: dict[str, Any]) -> CalibrationSums:
     """The sums, on the CPU."""
     with torch.inference_mode(False):  # as in CalibrationSums.zeros
-        sums = CalibrationSums(torch.tensor([content["rows"]]))
+        sums = CalibrationSums(torch.tensor([content["rows"]], device="cpu"))
         if "filled" in content:
             shape = content["shape"]
             size = int(np.prod(shape))

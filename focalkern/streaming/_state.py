@@ -279,7 +279,7 @@ class CalibrationGridState:
                 f"CalibrationGridState.total: criterion must be one of nll and brier that is summed, got {criterion!r}"
             )
         if content.sums is None:
-            return torch.zeros(len(of.gammas), len(of.temperatures), dtype=torch.float64)
+            return torch.zeros(len(of.gammas), len(of.temperatures), dtype=torch.float64, device="cpu")
         return dict(content.sums.items())[criterion].clone()
 
     def error_bound(self, criterion: str) -> Tensor:

@@ -156,12 +156,16 @@ def _cuts(n_samples: int, n_bins: int, interpolated: bool) -> tuple[Tensor, Tens
     if not interpolated:
         size, larger = divmod(n_samples, n_bins)
         ranks = [bin * size + min(bin, larger) for bin in bins]
-        return torch.tensor(ranks), torch.tensor(ranks)
+        return _on_host(ranks), _on_host(ranks)
     # Positions in the sorted samples, as in numpy.interp; samples up to the position lie below the edge.
     positions = [n_samples if bin == n_bins else bin * (n_samples / n_bins) for bin in bins]
     at_end = [position >= n_samples - 1 for position in positions]
     ranks = [n_samples if end else math.floor(position) + 1 for position, end in zip(positions, at_end, strict=True)]
-    return torch.tensor(ranks), torch.tensor([min(rank + 1, n_samples) for rank in ranks])
+    return _on_host(ranks), _on_host([min(rank + 1, n_samples) for rank in ranks])
+
+
+def _on_host(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, device="cpu")
 
 
 def _bucket_limits(place: Tensor, n_buckets: int) -> tuple[Tensor, Tensor]:

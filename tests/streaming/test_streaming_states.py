@@ -263,3 +263,20 @@ def test_counts_of_many_rows_are_packed_without_loss():
     content["tensors"] = {name: tensor * 2**33 for name, tensor in content["tensors"].items()}
     large = fk.CalibrationGridState.from_state_dict({**content, "n_samples": 40 * 2**33})
     assert snapshot(pickle.loads(pickle.dumps(large))) == snapshot(large)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_default_device_does_not_change_a_state(estimator):
+    def tables(batches):
+        state = state_of(batches[:2], criteria=CRITERIA, estimator=estimator)
+        state.merge(pickle.loads(pickle.dumps(state_of(batches[2:], criteria=CRITERIA, estimator=estimator))))
+        state = fk.CalibrationGridState.from_state_dict(state.state_dict())
+        empty = fk.CalibrationGridState(GAMMAS, TEMPERATURES, criteria=CRITERIA).total("nll")
+        return {**state.compute().tables, "bound": state.error_bound("ece"), "empty": empty}
+
+    batches = batches_of(*samples(300), [100, 100, 100])
+    expected = tables(batches)
+    with torch.device("meta"):
+        found = tables(batches)
+    for name, table in expected.items():
+        assert torch.equal(found[name], table), name
