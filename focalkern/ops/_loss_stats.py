@@ -68,7 +68,7 @@ class LossStats(NamedTuple):
         """
         number = self.counts.sum()
         names = {"log_p": self.log_p, "entropy": self.entropy, "accuracy": self.correct, "lse": self.lse}
-        return {name: values.sum() / number for name, values in names.items()}
+        return {name: values.sum().to(self.log_p.dtype) / number for name, values in names.items()}
 
 
 class LossWithStats(NamedTuple):

@@ -222,6 +222,7 @@ def test_statistics(shape, dtype, smoothing, device):
     assert torch.equal(stats.predicted, torch.where(counts, z.argmax(1), -1))
     assert torch.equal(stats.correct, counts & (z.argmax(1) == target))
     means = stats.means()
+    assert all(mean.dtype == real for mean in means.values())
     assert_close(means["accuracy"], stats.correct[counts].double().mean(), torch.float32)
     assert_close(means["entropy"], stats.entropy[counts].mean())
 
