@@ -53,7 +53,7 @@ def given_samples(
     if isinstance(given, LogitSet | MemorySamples | StreamedSamples):
         return as_samples(given)
     if isinstance(given, str | Path):
-        if not str(given).isprintable() or len(str(given)) > 4096:
+        if "\0" in str(given) or len(str(given)) > 4096:
             raise ValueError(f"{op}: {name} must be a path or a pattern of files, got {short(given)}")
         sets = stream_sets(str(given), ignore_index=ignore_index, storage_options=storage_options)
         if len(sets) > 1 and prefix not in sets:

@@ -48,6 +48,17 @@ def test_a_list_of_files(folder):
         expanded(["@bytes.txt"])
 
 
+@pytest.mark.parametrize("name", ["run 3.00\u202fPM", "caf\udce9", "two\nlines"])  # \udce9: no UTF-8
+def test_a_name_may_have_any_character(name, tmp_path):
+    labels = np.arange(90) % 3
+    np.save(tmp_path / f"{name}_logits.npy", 3 * np.eye(3)[(labels + (np.arange(90) % 5 == 0)) % 3])
+    np.save(tmp_path / f"{name}_labels.npy", labels)
+    path = tmp_path / f"{name}_logits.npy"
+    for given in (path, str(path)):
+        study = fk.compare_calibrators(given, candidates=["none", "temperature"], resamples=0)
+        assert study.calibrator.n_samples_ == 90
+
+
 def test_a_sweep_takes_them(tmp_path, monkeypatch, run):
     pytest.importorskip("tabulate")
     monkeypatch.chdir(tmp_path)
