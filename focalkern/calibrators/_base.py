@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -31,10 +31,6 @@ from focalkern.calibrators._warnings import warn
 
 __all__ = ["Calibrator", "load_calibrator"]
 
-# A fit to at most so many takes one thread. Its passes over the rows are short, and on a busy machine the threads of
-# OpenMP would wait for each other longer than they compute.
-_FEW_LOGITS = 2**20
-
 
 class Calibrator(Fitted):
     """Base class of all calibrators; a subclass defines the fit and the map.
@@ -44,6 +40,10 @@ class Calibrator(Fitted):
     """
 
     _estimator_type = "classifier"  # for scikit-learn before 1.6
+
+    # A fit to at most so many logits takes one thread. Its passes over the rows are short, and on a busy machine the
+    # threads of OpenMP would wait for each other longer than they compute.
+    _few_logits: ClassVar[float] = 2**20
 
     def fit(self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None) -> Self:
         """Fit on held-out data.
@@ -143,7 +143,7 @@ class Calibrator(Fitted):
         floor = float(getattr(self, "floor", 0.0))
         of_fit = replace(rows, input=floored_input(rows.input, floor, self.input_kind)) if floor else rows
         # In another thread the setting would race with those of other fits.
-        is_small = rows.input.numel() <= _FEW_LOGITS and threading.current_thread() is threading.main_thread()
+        is_small = rows.input.numel() <= self._few_logits and threading.current_thread() is threading.main_thread()
         with one_thread() if is_small else contextlib.nullcontext(), without_autocast(rows.input.device.type):
             fitted = self._fit(of_fit)
             layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense, with_names(columns))

@@ -1,7 +1,7 @@
 """Isotonic regression of every class against the rest."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_number
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._isotonic_module import IsotonicLogProbs
+from focalkern.calibrators._isotonic_module import IsotonicLogProbs, probabilities
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._temperature_bound import no_error_warnings
 from focalkern.calibrators._warnings import few_by_weight, unseen_classes, worse_than_uncalibrated
@@ -24,6 +24,9 @@ _ENOUGH = 500
 
 # Bound for a file: the module has a table [C, longest regression], which one long regression would make large.
 _MOST_STEPS = 1 << 26
+
+# Values per block of rows: float64 blocks stay in the cache, and no temporary has the size of the input.
+_BLOCK = 1 << 18
 
 Steps = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]]
 
@@ -72,6 +75,7 @@ class IsotonicCalibration(Calibrator):
 
     method = "isotonic"
     _parameter_names = ("floor", "input_kind")
+    _few_logits = math.inf  # scikit-learn takes one thread for most of the fit, and the blocks are small
 
     steps_: tuple[Steps, ...]
     epsilon_: float
@@ -94,26 +98,22 @@ class IsotonicCalibration(Calibrator):
             from sklearn.isotonic import IsotonicRegression
         except ImportError as error:
             raise ImportError(f"{name}: fit needs scikit-learn; pip install scikit-learn") from error
-        wide = input.to(torch.float64)
-        probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
-        columns, labels = probs.cpu().numpy().T, target.cpu().numpy()
-        share = torch.full_like(target, 1 / len(target), dtype=torch.float64)
-        weight = None
-        if rows.weight is not None:
-            share, weight = rows.weight / rows.weight.sum(), rows.weight.cpu().numpy()
-        steps = []
-        for k, column in enumerate(columns):
-            regression = IsotonicRegression(out_of_bounds="clip", y_min=0.0, y_max=1.0)
-            regression.fit(column, (labels == k).astype(np.float64), weight)
-            steps.append((regression.X_thresholds_.astype(np.float64), regression.y_thresholds_.astype(np.float64)))
-        epsilon = 1 / (float(len(input) if weight is None else weight.sum()) + 1)
-        log_probs = IsotonicLogProbs(steps, epsilon, self.input_kind).to(input.device)(wide)
-        nll = -(log_probs.gather(1, target.unsqueeze(1)).squeeze(1) @ share)
+        regression = IsotonicRegression(out_of_bounds="clip", y_min=0.0, y_max=1.0)
+        steps = _regressions(regression, rows, self.input_kind)
+        total = float(len(input) if rows.weight is None else rows.weight.sum())
+        share = (torch.ones_like(target, dtype=torch.float64) if rows.weight is None else rows.weight) / total
+        epsilon = 1 / (total + 1)
+        module = IsotonicLogProbs(steps, epsilon, self.input_kind).to(input.device)
+        nll, n_changed = [], 0
+        for block, labels in zip(_blocks(input), _blocks(input, target), strict=True):
+            log_probs = module(block.to(torch.float64))
+            nll.append(-log_probs.gather(1, labels.unsqueeze(1)).squeeze(1))
+            n_changed += int((log_probs.argmax(-1) != block.argmax(-1)).sum())
         return {
             "steps_": tuple(steps),
             "epsilon_": epsilon,
-            "best_value_": float(nll),
-            "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
+            "best_value_": float(torch.cat(nll) @ share),
+            "n_changed_": n_changed,
         }
 
     def _fit_warnings(self, rows: FitData) -> list[str]:
@@ -138,7 +138,10 @@ class IsotonicCalibration(Calibrator):
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         module: IsotonicLogProbs = self._kept(input.device)
-        return module.mapped(input, log=log)
+        if input.numel() <= _BLOCK or input.device.type != "cpu":
+            return module.mapped(input, log=log)
+        blocks = _blocks(input.reshape(-1, input.shape[-1]))
+        return torch.cat([module.mapped(block, log=log) for block in blocks]).view(input.shape)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         steps = [{"from": x.tolist(), "to": y.tolist()} for x, y in self.steps_]
@@ -166,6 +169,29 @@ class IsotonicCalibration(Calibrator):
         value = math.inf if fit["best_value"] is None else as_number("best_value", fit["best_value"])
         changed = as_count(fit["n_changed"], least=0)
         return {"steps_": tuple(steps), "epsilon_": epsilon, "best_value_": value, "n_changed_": changed}
+
+
+def _blocks(input: Tensor, values: Tensor | None = None) -> Sequence[Tensor]:
+    """``input`` [N, C], or values [N], in blocks of rows."""
+    return (input if values is None else values).split(max(1, _BLOCK // input.shape[1]))
+
+
+def _regressions(regression: Any, rows: FitData, input_kind: InputKind) -> list[Steps]:
+    """The steps of every class, by scikit-learn's ``IsotonicRegression``."""
+    columns = torch.empty(rows.input.shape[::-1], dtype=torch.float64)  # [C, N]: contiguous for the sorts
+    for column, block in zip(columns.split(len(_blocks(rows.input)[0]), 1), _blocks(rows.input), strict=True):
+        column.copy_(probabilities(block, input_kind).T)
+    labels = rows.target.cpu().numpy()
+    weight = None if rows.weight is None else rows.weight.cpu().numpy()
+    steps = []
+    for k, column in enumerate(columns.numpy()):
+        # scikit-learn sorts, too, by an algorithm that is fast only for sorted values. Equal values keep their order
+        # if it decides the last bits of a sum of weights.
+        order = column.argsort(kind=None if weight is None else "stable")
+        is_class = (labels[order] == k).astype(np.float64)
+        regression.fit(column[order], is_class, None if weight is None else weight[order])
+        steps.append((regression.X_thresholds_, regression.y_thresholds_))
+    return steps
 
 
 def _few_rows(rows: FitData) -> list[str]:

@@ -11,7 +11,7 @@ from focalkern._types import InputKind
 from focalkern.calibrators._inputs import cannot_occur
 from focalkern.calibrators._modules import RowMap, exports_to_onnx
 
-__all__ = ["IsotonicLogProbs"]
+__all__ = ["IsotonicLogProbs", "probabilities"]
 
 
 class IsotonicLogProbs(RowMap):
@@ -87,7 +87,7 @@ class IsotonicLogProbs(RowMap):
     def mapped(self, input: Tensor, *, log: bool) -> Tensor:
         """Log-probabilities [..., C], or probabilities, of ``input`` [..., C], in its dtype; computed in float64."""
         wide = input.to(torch.float64)
-        probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
+        probs = probabilities(wide, self.input_kind)
         columns = probs.reshape(-1, probs.shape[-1]).T.contiguous()
         if exports_to_onnx():  # ONNX has no searchsorted: count the points below
             piece = (self.points.unsqueeze(1) < columns.unsqueeze(-1)).sum(-1)
@@ -99,3 +99,9 @@ class IsotonicLogProbs(RowMap):
         regressed = regressed.masked_fill(cannot_occur(wide, self.input_kind), 0.0)
         result = regressed / regressed.sum(-1, keepdim=True)
         return (result.log() if log else result).to(input.dtype)
+
+
+def probabilities(input: Tensor, input_kind: InputKind) -> Tensor:
+    """Logits or probabilities [..., C] as float64 probabilities that sum to 1."""
+    wide = input.to(torch.float64)
+    return wide / wide.sum(-1, keepdim=True) if input_kind == "probs" else wide.softmax(-1)

@@ -130,7 +130,7 @@ def worse_than_uncalibrated(
         if by:
             wide = block.to(torch.float64)
             none = (wide / wide.sum(-1, keepdim=True)).log() if input_kind == "probs" else wide.log_softmax(-1)
-            parts.append([nll, _losses(none, labels), _losses(log_probs.to(torch.float64), labels)])
+            parts.append([nll, _losses(none, labels, by), _losses(log_probs.to(torch.float64), labels, by)])
         else:
             parts.append([nll])
     nll, *both = (torch.cat(list(side), -1) for side in zip(*parts, strict=True))
@@ -148,7 +148,7 @@ def worse_than_uncalibrated(
     share = torch.ones_like(nll, dtype=torch.float64) if weight is None else weight
     share = share / share.sum()
     for loss in by:
-        old, new = (side[0 if loss == "nll" else 1] for side in both)
+        old, new = (side[by.index(loss)] for side in both)
         difference = new - old
         if len(input) < 2 or not bool(difference.isfinite().all()):
             continue
@@ -162,8 +162,11 @@ def worse_than_uncalibrated(
     return found
 
 
-def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
-    """NLL and Brier score of every row, [2, n]."""
+def _losses(log_probs: Tensor, target: Tensor, names: Sequence[str]) -> Tensor:
+    """The losses of these names, NLL and Brier score, of every row, [losses, n]."""
     of_target = log_probs.gather(1, target.unsqueeze(1)).squeeze(1)
-    brier = log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
-    return torch.stack([-of_target, brier])
+    return torch.stack([-of_target if name == "nll" else _brier(log_probs, of_target) for name in names])
+
+
+def _brier(log_probs: Tensor, of_target: Tensor) -> Tensor:
+    return log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1

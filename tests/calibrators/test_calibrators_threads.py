@@ -58,16 +58,21 @@ def test_threads_fit_calibrators_of_their_own(calibrator):
     assert all(torch.equal(one, expected[k % 3]) for k, one in enumerate(found))
 
 
-@pytest.mark.parametrize(("n", "threads"), [(1000, 1), (2**20 // 4 + 1, 3)])
-def test_a_small_fit_takes_one_thread_and_gives_the_others_back(monkeypatch, n, threads):
-    seen, fit = [], fk.TemperatureScaling._fit
-    monkeypatch.setattr(
-        fk.TemperatureScaling, "_fit", lambda *rows: (seen.append(torch.get_num_threads()), fit(*rows))[1]
-    )
+@pytest.mark.parametrize(
+    ("make", "n", "threads"),
+    [
+        (fk.TemperatureScaling, 1000, 1),
+        (fk.TemperatureScaling, 2**20 // 4 + 1, 3),
+        (fk.IsotonicCalibration, 2**20 // 4 + 1, 1),  # in blocks
+    ],
+)
+def test_a_small_fit_takes_one_thread_and_gives_the_others_back(monkeypatch, make, n, threads):
+    seen, fit = [], make._fit
+    monkeypatch.setattr(make, "_fit", lambda *rows: (seen.append(torch.get_num_threads()), fit(*rows))[1])
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        fk.TemperatureScaling().fit_quietly(torch.randn(n, 4), torch.arange(n) % 4)
+        make().fit_quietly(torch.randn(n, 4), torch.arange(n) % 4)
         assert seen == [threads] and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
