@@ -24,7 +24,7 @@ from focalkern._diagnostics import (
 from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_document, to_document
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Fitted, Layout
-from focalkern.calibrators._inputs import floored_input, widened
+from focalkern.calibrators._inputs import floored_input
 from focalkern.calibrators._named_columns import given_columns, with_names
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
@@ -127,7 +127,7 @@ class Calibrator(Fitted):
         input = self._as_tensor(logits)
         columns = given_columns(name, logits)
         one_logit = input.dim() == 1
-        input = self._pairs(widened(input) if self.input_kind == "probs" else input) if one_logit else input
+        input = self._pairs(input) if one_logit else input
         rows = as_rows(
             name,
             input,

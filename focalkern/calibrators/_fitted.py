@@ -92,8 +92,8 @@ class Fitted(Parameters):
                 row; [N, C, d1, ...] after a fit on that layout.
 
         Returns:
-            Probabilities of the same shape ([..., 2] for one logit): a tensor for a tensor, on its device; a NumPy
-            array for anything else.
+            Probabilities of the same shape ([..., 2] for one logit) and dtype: a tensor for a tensor, on its device; a
+            NumPy array for anything else.
 
         Warns:
             CalibrationWarning: once, if ``fit`` took logits and the first rows look like probabilities.
@@ -344,7 +344,7 @@ class Fitted(Parameters):
             raise renamed(type(self).__name__, error) from None
         if found_by == "nan" and _has_nan(result):
             self._check_values(input)
-        return result
+        return result.to(self._as_tensor(logits).dtype) if self.one_logit_ else result
 
     def _after_floor(self, input: Tensor, *, log: bool) -> Tensor:
         if not self.input_floor_:

@@ -28,8 +28,10 @@ def renormalized(probs: Tensor) -> Tensor:
 
 
 def as_pairs(input: Tensor, input_kind: str) -> Tensor:
-    """Inputs [...] of class 1 as [..., 2] of both classes."""
-    return torch.stack([1 - input if input_kind == "probs" else torch.zeros_like(input), input], dim=-1)
+    """Inputs [...] of class 1 as [..., 2] of both classes; probabilities of half precision in float32, because 1 - p
+    would be rounded."""
+    one = widened(input) if input_kind == "probs" else input
+    return torch.stack([1 - one if input_kind == "probs" else torch.zeros_like(one), one], dim=-1)
 
 
 def cannot_occur(input: Tensor, input_kind: str) -> Tensor:

@@ -110,7 +110,7 @@ class CalibratedLogits(CalibratedLogProbs):
         if self.input_kind == "probs":
             # The map gets both probabilities, so that one near 1 is as precise as one near 0.
             log_probs = super().forward(as_pairs(input, "probs"))
-            return log_probs[..., 1] - log_probs[..., 0]
+            return (log_probs[..., 1] - log_probs[..., 0]).to(input.dtype)
         if self._plain():
             return plain_binary_map(input, self.gamma, self.temperature)
         return binary_focal_calibration_map(input, self.gamma, self.temperature, log_odds=True)
@@ -268,7 +268,7 @@ class MultiLabelLogits(ExactBuffers):
                 log_probs = plain_map(pairs, *parameters, "probs")
             else:
                 log_probs = focal_calibration_map(pairs, *parameters, input_kind="probs", log=True)
-            return log_probs[..., 1] - log_probs[..., 0]
+            return (log_probs[..., 1] - log_probs[..., 0]).to(input.dtype)
         if plain:
             return plain_binary_map(input, *parameters)
         return binary_focal_calibration_map(input, *parameters, log_odds=True)

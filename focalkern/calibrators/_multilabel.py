@@ -364,7 +364,7 @@ class MultiLabelScaling(Calibrator):
         return self._of_pairs(pairs, log=log).to(input.dtype)
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        return self._of_pairs(as_pairs(input, self.input_kind), log=log)
+        return self._of_pairs(as_pairs(input, self.input_kind), log=log).to(input.dtype)
 
     def _of_pairs(self, pairs: Tensor, *, log: bool) -> Tensor:
         if not hasattr(self, "gammas_"):

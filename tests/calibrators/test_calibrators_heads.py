@@ -99,6 +99,32 @@ def test_one_probability_of_exactly_zero_or_one(fused):
         TemperatureScaling(input_kind="probs").fit(probs, target.index_fill(0, torch.tensor(0), 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("floor", [0.0, 0.01])
+def test_half_precision_probabilities_are_rounded_once(dtype, floor):
+    """1 - p of p = 0.1 in float16 would have an error of 2e-4, and then the odds too."""
+    logits, target = margins()
+    scaling = FocalTemperatureScaling(gammas=[1.0], temperatures=[1.3], input_kind="probs", floor=floor)
+    labels = MultiLabelScaling(scaling=scaling, input_kind="probs")
+    labels.fit_quietly(logits.sigmoid().unsqueeze(1), target.unsqueeze(1))
+    one = scaling.fit_quietly(logits.sigmoid(), target)
+    probs = torch.linspace(0.01, 0.99, 400).to(dtype)
+    wide, column = probs.double(), probs.unsqueeze(1)
+    for found, exact in (
+        (one.predict_proba(probs), one.predict_proba(wide)),
+        (one.as_module()(probs), one.as_module()(wide)),
+        (one.as_module(fused=False)(probs), one.as_module()(wide)),
+        (labels.predict_proba(column), labels.predict_proba(wide.unsqueeze(1))),
+        (labels.as_module()(column), labels.as_module()(wide.unsqueeze(1))),
+    ):
+        assert found.dtype == dtype
+        error = (found.double() - exact).abs()
+        # Half a step, and the rounding of float32 before it: that of p / (1 - p) for logits near 0.
+        assert bool((error <= 0.501 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all())
+    array = one.predict_proba(probs.half().numpy())
+    assert array.dtype == np.float16 and np.array_equal(array, one.predict_proba(probs.half()).numpy())
+
+
 def test_a_column_of_logits_is_told_to_be_a_row():
     logits, target = margins(50)
     with pytest.raises(ValueError, match=r"at least 2 classes, got shape \[50, 1\]; one logit per row is \[N\]"):
