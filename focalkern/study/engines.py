@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -13,10 +15,7 @@ from typing import Any
 
 __all__ = ["LocalPool", "run_tasks"]
 
-_NO_START = (
-    "the worker processes do not start: a script that calls sweep with jobs > 1 must do so below "
-    "if __name__ == '__main__', because every worker imports the script"
-)
+_SCRIPT = "every worker imports the script, which must call sweep below if __name__ == '__main__'"
 
 
 def run_tasks(
@@ -104,6 +103,20 @@ def _reason(error: BaseException | None) -> str:
     return f"its task failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
 
 
+def _no_start(reason: str) -> OSError:
+    return OSError(f"the worker processes do not start: {reason}; jobs=1 starts none")
+
+
+def _reason_of_no_start() -> str:
+    """The likely reason why all workers die: what they import depends on how this program was started."""
+    program = getattr(sys.modules["__main__"], "__file__", None)
+    if program is None:  # python -c, a console, a notebook
+        return "stderr has their own errors"
+    if not os.path.exists(program):
+        return f"{program} is no file; save the program as a script: {_SCRIPT}"
+    return _SCRIPT
+
+
 class LocalPool(Executor):
     """Processes of this machine, as in :class:`concurrent.futures.ProcessPoolExecutor`, with two differences.
 
@@ -129,12 +142,12 @@ class LocalPool(Executor):
                 self._pool.shutdown(wait=False)
                 self._pool = self._new()
             except RuntimeError:  # this process is a worker that imports the script
-                raise OSError(_NO_START) from None
+                raise _no_start(_SCRIPT) from None
             try:
                 self._submitted(int).result()
                 return self._submitted(fn, *args, **kwargs)
             except BrokenProcessPool:
-                raise OSError(_NO_START) from None
+                raise _no_start(_reason_of_no_start()) from None
 
     def _submitted(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         try:

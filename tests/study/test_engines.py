@@ -22,6 +22,7 @@ from focalkern.study.network import Task
 from focalkern.study.sweep import run_sweep, sweep_settings
 
 BAD = 3  # position of the file that cannot be read
+GUARD = "every worker imports the script, which must call sweep below if __name__ == '__main__'"
 
 
 class Killing:
@@ -245,13 +246,26 @@ def test_a_pool_that_closes_its_pipe_during_a_call_is_replaced(monkeypatch, numb
                 pool.submit(int, 7)
 
 
-def test_workers_that_never_start_end_the_sweep(files, tmp_path):
-    """A script without the guard is imported by its own workers, which then call sweep themselves."""
-    script = tmp_path / "script.py"
-    script.write_text(f"import focalkern as fk\nfk.sweep({files[:2]}, jobs=2)\n")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("script.py", GUARD),
+        ("-", f"<stdin> is no file; save the program as a script: {GUARD}"),
+        ("-c", "stderr has their own errors"),
+    ],
+)
+def test_workers_that_never_start_end_the_sweep(files, tmp_path, way, reason):
+    """A script without the guard is imported by its own workers, which then call sweep themselves. Workers of stdin
+    have nothing to import; those of ``-c`` start, unless their Python is broken."""
+    program = f"import focalkern as fk\nfk.sweep({files[:2]}, jobs=2)\n"
+    (tmp_path / "script.py").write_text(program)
+    if way == "-c":
+        program = f"import os\nos.environ['PYTHONHOME'] = '/absent'\n{program}"
+    arguments = [way, program] if way == "-c" else [way]
+    environment = {**os.environ, "PYTHONPATH": str(Path(fk.__file__).parents[1])}
+    done = subprocess.run([sys.executable, *arguments], input=program, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("OSError: the worker processes do not start: a script that calls")
+    assert f"OSError: the worker processes do not start: {reason}; jobs=1 starts none" in done.stderr.splitlines()
 
 
 def test_jobs_beside_an_executor(files):
