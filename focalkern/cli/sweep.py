@@ -25,7 +25,7 @@ from focalkern.cli._options import (
 )
 from focalkern.files import InputError
 from focalkern.files.paths import expanded
-from focalkern.study.sweep import SCORES, Sweep, run_sweep, sweep_settings
+from focalkern.study.sweep import SCORES, Sweep, report_files, run_sweep, sweep_settings
 
 __all__ = ["add_parser"]
 
@@ -62,8 +62,8 @@ def add_parser(commands: Any) -> None:
         "--report",
         type=path_of,
         metavar="DIR",
-        help="write sweep.html, sweep.csv and sweep.json. Each network is saved when it is done, so the same command "
-        "continues after an interruption",
+        help="write sweep.html, sweep.csv, sweep.json and, with pyarrow, sweep.parquet. Each network is saved when it "
+        "is done, so the same command continues after an interruption",
     )
     parser.add_argument("--jobs", type=at_least_one, metavar="N", help="number of processes (default: number of cores)")
     parser.add_argument(
@@ -139,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> int:
         hint = "; its NLL cannot be compared: --criterion brier" if infinite else ""
         print_wrapped(f"{network['name']}: {network['use']}{hint}")
     if arguments.report is not None:
-        print(f"\nReport: {arguments.report}: sweep.html, sweep.csv, sweep.json")
+        print(f"\nReport: {arguments.report}: {', '.join(report_files())}")
     for name, reason in list(result.failed.items())[: 2 * _ENDS]:
         print(f"focalkern sweep: {name}: {reason}", file=sys.stderr)
     if len(result.failed) > 2 * _ENDS:

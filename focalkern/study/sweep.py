@@ -5,7 +5,7 @@ import importlib.util
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from focalkern.study.engines import LocalPool, run_tasks
 from focalkern.study.network import Task, record_of, stamp_of
 from focalkern.study.report.sweep import METHODS, SCORES, Sweep
 
-__all__ = ["METHODS", "SCORES", "Sweep", "run_sweep", "sweep", "sweep_one", "sweep_settings"]
+__all__ = ["METHODS", "SCORES", "Sweep", "report_files", "run_sweep", "sweep", "sweep_one", "sweep_settings"]
 
 _FORMAT = 3
 
 
 def sweep(
-    files: Sequence[str | os.PathLike[str]],
+    files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     *,
     folder: str | os.PathLike[str] | None = None,
     jobs: int = 1,
@@ -52,9 +52,9 @@ def sweep(
     executor. If a worker dies, its network is tried once more, alone. After Ctrl-C, finished results are kept.
 
     Args:
-        files: files with validation and test rows; if a file has one set of rows, a random half is used for validation.
-            A folder stands for its files, a pattern for its matches, ``"@LIST"`` for the names in a text file, one per
-            line. URLs that fsspec opens are permitted: ``"s3://bucket/runs/*.npz"``.
+        files: files with validation and test rows, one or any iterable; if a file has one set of rows, a random half is
+            used for validation. A folder stands for its files, a pattern for its matches, ``"@LIST"`` for the names in
+            a text file, one per line. URLs that fsspec opens are permitted: ``"s3://bucket/runs/*.npz"``.
         folder: folder for ``sweep.csv``, ``sweep.json``, ``sweep.html`` and, with pyarrow, ``sweep.parquet``, and for
             the result of every file as soon as it is computed, from which a later sweep of the same files continues.
             None writes no files.
@@ -74,7 +74,7 @@ def sweep(
         A :class:`focalkern.Sweep`. ``failed`` lists files that cannot be used or that killed their worker.
 
     Raises:
-        TypeError, ValueError: an invalid option; files that are not a list of paths; both ``jobs`` and ``executor``.
+        TypeError, ValueError: an invalid option; files that are no paths; both ``jobs`` and ``executor``.
         InputError: a list that cannot be read.
         OSError: the folder cannot be written; worker processes do not start.
 
@@ -222,10 +222,16 @@ def run_sweep(
         document = json.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n"
         table = result.to_csv().encode(errors="surrogateescape")  # a path may contain bytes that are not UTF-8
         pages = {"sweep.csv": table, "sweep.json": document.encode(), "sweep.html": result.to_html()}
-        if importlib.util.find_spec("pyarrow") is not None:
+        if "sweep.parquet" in report_files():
             pages["sweep.parquet"] = result.to_parquet()
         write_together(folder, pages)
     return result
+
+
+def report_files() -> tuple[str, ...]:
+    """The names of the files that a sweep writes into its folder."""
+    with_pyarrow = () if importlib.util.find_spec("pyarrow") is None else ("sweep.parquet",)
+    return ("sweep.html", "sweep.csv", "sweep.json", *with_pyarrow)
 
 
 def _record_names(paths: Sequence[str]) -> dict[str, str]:
@@ -240,8 +246,10 @@ def _record_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _names(op: str, files: Any, storage_options: Mapping[str, Any] | None) -> list[str]:
-    if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Sequence):
-        raise TypeError(f"{op}: files must be a list of paths, got {short(files)}")
+    if isinstance(files, str | os.PathLike):
+        files = [files]
+    if isinstance(files, bytes | Mapping) or not isinstance(files, Iterable):
+        raise TypeError(f"{op}: files must be a path or an iterable of paths, got {short(files)}")
     return expanded([path_text(op, "files", name) for name in files], storage_options)
 
 

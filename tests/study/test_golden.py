@@ -106,7 +106,8 @@ def words_of_page(page):
 
 
 def without_versions(text):
-    """Replaces versions, the time, and the number of steps of a search by derivatives, which are not compared."""
+    """Replaces versions, the time, the number of steps of a search by derivatives, and a file that needs pyarrow."""
+    text = text.replace(", sweep.parquet", "")
     text = re.sub(r"\d+ pairs of gamma and T", "SOME pairs of gamma and T", text)
     text = text.replace(f"focalkern {fk.__version__}", "focalkern VERSION")
     text = text.replace(f'"focalkern": "{fk.__version__}"', '"focalkern": "VERSION"')

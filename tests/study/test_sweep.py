@@ -303,6 +303,29 @@ def test_networks_of_equal_names_are_told_apart_and_found_again(files, tmp_path,
     assert err.count("(known)") == 2
 
 
+def test_the_function_takes_one_path_patterns_and_iterables(files, tmp_path):
+    """The names that the command takes, and those of ``Path.glob``."""
+    expected = fk.sweep(files)
+    folder = Path(files[0]).parent
+    for given in (str(folder / "*.npz"), folder, iter(files), (Path(name) for name in files), np.array(files)):
+        assert fk.sweep(given) == expected
+    assert fk.sweep(Path(files[0])) == fk.sweep(files[:1])
+    with pytest.raises(TypeError, match=r"^sweep: files must be a path or an iterable of paths, got {'a': '1.npz'}"):
+        fk.sweep({"a": "1.npz"})
+
+
+@pytest.mark.parametrize("with_pyarrow", [True, False])
+def test_the_command_names_the_files_of_its_report(files, run, tmp_path, monkeypatch, with_pyarrow):
+    if with_pyarrow:
+        pytest.importorskip("pyarrow")
+    else:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, out, _ = run("sweep", files[0], "--report", tmp_path / "r", "--jobs", "1")
+    names = out.rpartition(f"Report: {tmp_path / 'r'}: ")[2].split("\n")[0].split(", ")
+    assert code == 0 and sorted(names) == sorted(path.name for path in (tmp_path / "r").glob("sweep.*"))
+    assert ("sweep.parquet" in names) == with_pyarrow
+
+
 def test_without_pyarrow_there_is_no_parquet(files, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
