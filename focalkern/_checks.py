@@ -257,6 +257,11 @@ ONE_HOT = "for one-hot rows pass target.argmax(1)"
 SOFT_ONE_HOT = "one-hot rows are class probabilities: target.to(torch.float32)"
 
 
+def one_image(*names: str) -> str:
+    """The remedy for arguments of a single sample of pixels."""
+    return f"for one image [C, d1, ...] pass {' and '.join(f'{name}[None]' for name in names)}"
+
+
 def target_misfit(
     op: str, input: Tensor, target: Tensor, input_name: str = "input", *, labels_only: bool = False
 ) -> ValueError | None:
@@ -273,6 +278,8 @@ def target_misfit(
     elif n_dims > 2 and found == shape[:-1]:
         last = n_dims - 2
         remedy = f"classes are dimension 1, not the last: {input_name}.flatten(0, {last}), target.flatten(0, {last})"
+    elif n_dims > 2 and found == shape[1:]:
+        remedy = one_image(input_name, "target")
     elif found == shape and shape[1] == 1:
         remedy = ONE_LOGIT
     elif found == shape:

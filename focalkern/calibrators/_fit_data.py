@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows, refuse_masked
-from focalkern._checks import ONE_HOT, count_rows, label, label_range, not_floating, parsed_float, short
+from focalkern._checks import ONE_HOT, count_rows, label, label_range, not_floating, one_image, parsed_float, short
 from focalkern._columns import ClassColumns, other_order
 from focalkern._diagnostics import may_be_logits, remedy_for_sum
 from focalkern.calibrators._inputs import renormalized
@@ -24,6 +24,7 @@ __all__ = [
     "check_input",
     "check_scored",
     "check_values",
+    "classes_misfit",
     "labels_like_fit",
     "no_rows",
     "weighted_mean",
@@ -183,6 +184,18 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
     raise ValueError(f"{name}: logits must have a logit above -inf in every row, got none at row {row}")
 
 
+def classes_misfit(name: str, shape: tuple[int, ...], n_classes: int, dense: bool) -> ValueError:
+    """The error of logits without the classes of fit in their place, with the remedy if one dimension may have them."""
+    pixels = dense and len(shape) > 2
+    expected = f"the {n_classes} classes of fit{' in dimension 1' if pixels else ''}"
+    remedy = ""
+    if shape.count(n_classes) == 1:
+        place = shape.index(n_classes)
+        remedy = f"; move dimension {place} to {'dimension 1' if pixels else 'the end'}"
+        remedy = f"; {one_image('logits')}" if pixels and place == 0 else remedy
+    return ValueError(f"{name}: logits must have {expected}, got shape {list(shape)}{remedy}")
+
+
 def as_floating(name: str, input: Tensor) -> Tensor:
     if not input.is_floating_point():
         raise TypeError(f"{name}: logits must be floating point, got {not_floating(input.dtype)}")
@@ -264,6 +277,8 @@ def _misfit_remedy(found: tuple[int, ...], expected: tuple[int, ...], n_classes:
         return "; pass target.squeeze(1)"
     if len(expected) > 1 and found == (*expected[:1], n_classes, *expected[1:-1]):
         return "; classes must be dimension 1 of logits, not the last"
+    if len(expected) > 1 and found == (n_classes, *expected[1:]):
+        return f"; {one_image('logits', 'target')}"
     transposed = found == (n_classes,) and len(expected) == 1 and not one_logit
     return "; logits must be [N, C]: pass logits.T" if transposed else ""
 

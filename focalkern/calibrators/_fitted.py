@@ -17,6 +17,7 @@ from focalkern.calibrators._fit_data import (
     check_input,
     check_scored,
     check_values,
+    classes_misfit,
     labels_like_fit,
     weighted_mean,
 )
@@ -302,6 +303,7 @@ class Fitted(Parameters):
         """Input as rows [..., C] with the classes of ``fit``; does not check their values."""
         self._check_fitted()
         input = as_tensor(logits, f"{type(self).__name__}: logits", self._check_columns)
+        shape = tuple(input.shape)
         if self.one_logit_:
             input = self._pairs(input)
         elif self.dense_ and input.dim() > 2:
@@ -309,9 +311,7 @@ class Fitted(Parameters):
         if not input.is_floating_point() or input.dim() < 1 or input.shape[-1] != self.n_classes_:
             name = type(self).__name__
             check_input(name, input, any_rank=True)
-            raise ValueError(
-                f"{name}: logits must have the {self.n_classes_} classes of fit, got shape {list(input.shape)}"
-            )
+            raise classes_misfit(name, shape, self.n_classes_, self.dense_)
         if _UNSEEN in vars(self) and input.numel() > self.n_classes_:  # a single row may look like anything
             self._look_at(input)
         return input

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor, flat_rows
-from focalkern._checks import label, label_range, one_of
+from focalkern._checks import label, label_range, one_image, one_of
 from focalkern.metrics._inputs import MetricInput, as_labels, as_probs, confidence_and_correct
 
 __all__ = ["Per", "flattened", "measured"]
@@ -92,9 +92,12 @@ def _pixels(op: str, given: MetricInput, ignore_index: int | None, *, log: bool)
     """The pixels as rows, and [rows] bool, False for ignored ones. Errors give the index among all rows."""
     labels, values = _labels(op, given), given.confidence if given.probs is None else given.probs
     if given.probs is not None and (values.dim() < 2 or labels.shape != _shape_of_pixels(values)):
+        name = "correct" if given.target is None else "target"
+        is_one = values.dim() > 2 and labels.shape == values.shape[1:]
+        remedy = one_image("probs", name) if is_one else "ignore_index and per='image' take no batch of sets"
         raise ValueError(
-            f"{op}: {'correct' if given.target is None else 'target'} must be [N, d1, ...] for probs [N, C, d1, ...] = "
-            f"{list(values.shape)}, got {list(labels.shape)}; ignore_index and per='image' take no batch of sets"
+            f"{op}: {name} must be [N, d1, ...] for probs [N, C, d1, ...] = {list(values.shape)}, got "
+            f"{list(labels.shape)}; {remedy}"
         )
     if given.probs is None and values is not None and labels.shape != values.shape:
         raise ValueError(f"{op}: correct must be [N, d1, ...] = {list(values.shape)}, got {list(labels.shape)}")

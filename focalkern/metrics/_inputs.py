@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import MOST_BINS, from_one, integer, one_of
+from focalkern._checks import MOST_BINS, from_one, integer, one_image, one_of
 from focalkern._diagnostics import remedy_for_sum, warn_outside
 from focalkern._types import ESTIMATORS, Estimator
 
@@ -208,6 +208,8 @@ def probs_and_target(
     if target.shape != probs.shape[:-1]:
         pixels = f" or [N, d1, ...] = {[len(probs), *probs.shape[2:]]}" if probs.dim() > 2 else ""
         remedy = "; for one-hot rows pass target.argmax(-1)" if target.shape == probs.shape else ""
+        if probs.dim() > 2 and target.shape == probs.shape[1:]:
+            remedy = f"; {one_image('probs', 'target')}"
         raise ValueError(
             f"{op}: target must be [N] = {list(probs.shape[:-1])}{pixels}, got {list(target.shape)}{remedy}"
         )

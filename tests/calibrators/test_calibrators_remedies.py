@@ -1,5 +1,7 @@
 """Errors of ``fit`` name a remedy that works."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,12 @@ ONE_HOT = torch.eye(3, dtype=torch.int64)[LABELS]
             "; classes must be dimension 1 of logits, not the last",
             lambda z, y: (z.swapaxes(2, 3).swapaxes(1, 2), y),
         ),
+        (
+            IMAGES[0],
+            MAPS[0],
+            "must be [N, d1] = [3, 5], got [4, 5]; for one image [C, d1, ...] pass logits[None] and target[None]",
+            lambda z, y: (z[None], y[None]),
+        ),
     ],
 )
 def test_the_remedy_works(convert, logits, target, words, mend):
@@ -48,3 +56,29 @@ def test_the_remedy_works(convert, logits, target, words, mend):
 def test_one_logit_per_row_has_no_transpose():
     with pytest.raises(ValueError, match=r"target must be \[N\] = \[5\], got \[2\]$"):
         fk.TemperatureScaling().fit(np.linspace(-1, 1, 5), [0, 1])
+
+
+@pytest.mark.parametrize("convert", [lambda tensor: tensor, torch.Tensor.numpy], ids=["torch", "numpy"])
+@pytest.mark.parametrize("method", ["predict_proba", "predict_log_proba", "predict", "changed"])
+@pytest.mark.parametrize(
+    ("pixels", "logits", "words"),
+    [
+        (True, IMAGES[0], " in dimension 1, got shape [3, 4, 5]; for one image [C, d1, ...] pass logits[None]"),
+        (True, IMAGES.permute(0, 2, 3, 1), " in dimension 1, got shape [3, 4, 5, 3]"),  # N = C
+        (
+            True,
+            IMAGES[:2].permute(0, 2, 3, 1),
+            " in dimension 1, got shape [2, 4, 5, 3]; move dimension 3 to dimension 1",
+        ),
+        (True, LOGITS.T, ", got shape [3, 60]; move dimension 0 to the end"),
+        (True, torch.zeros(2, 7, 5), " in dimension 1, got shape [2, 7, 5]"),
+        (False, IMAGES[0], ", got shape [3, 4, 5]; move dimension 0 to the end"),
+        (False, IMAGES[:2], ", got shape [2, 3, 4, 5]; move dimension 1 to the end"),
+        (False, torch.zeros(2, 7), ", got shape [2, 7]"),
+    ],
+)
+def test_classes_in_another_dimension(convert, method, pixels, logits, words):
+    fitted = fk.TemperatureScaling().fit_quietly(*((IMAGES, MAPS) if pixels else (LOGITS, LABELS)))
+    expected = f"TemperatureScaling: logits must have the 3 classes of fit{words}"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        getattr(fitted, method)(convert(logits))

@@ -160,6 +160,7 @@ _LOSSES_OF_LABELS = [
         ),
         ((2, 5, 7), torch.ones(2, 5).long(), ValueError, r"input.flatten\(0, 1\), target.flatten\(0, 1\)"),
         ((2, 4, 5, 7), torch.ones(2, 4, 5).long(), ValueError, r"input.flatten\(0, 2\), target.flatten\(0, 2\)"),
+        ((5, 8, 6), torch.ones(8, 6).long(), ValueError, r"; for one image .* input\[None\] and target\[None\]$"),
         ((8, 3), torch.ones(8, 1).long(), ValueError, r"\[N\] = \[8\], got \[8, 1\]; target.squeeze\(-1\)"),
         ((2, 4, 5, 7), torch.ones(2, 1, 5, 7).long(), ValueError, r"got \[2, 1, 5, 7\]; target.squeeze\(1\)$"),
         ((2, 1, 5, 7), torch.ones(2, 1, 5, 7).long(), ValueError, r"; .* with target.view_as\(input\)$"),

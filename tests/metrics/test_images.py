@@ -144,12 +144,16 @@ def test_errors_name_the_row_among_all_pixels(per):
         metrics.expected_calibration_error(probs, target, ignore_index=IGNORED, per=per)
 
 
+ONE_IMAGE = r"got \[3, 4\]; for one image \[C, d1, ...\] pass probs\[None\] and target\[None\]$"
+
+
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
         (((2, 3, 3), (2, 3)), {}, ValueError, r"fit as both; for pixels pass ignore_index=-100"),
         (((2, 5, 3), (2, 5)), {"ignore_index": 0}, ValueError, "target must be .* take no batch of sets"),
         (((2, 5, 3), (2, 5)), {"per": "image"}, ValueError, "target must be .* take no batch of sets"),
+        *((((5, 3, 4), (3, 4)), one, ValueError, ONE_IMAGE) for one in ({}, {"ignore_index": 9}, {"per": "image"})),
         (((6, 3), (6,)), {"per": "image"}, ValueError, r"per='image' must have probs \[N, C, d1, ...\]"),
         (((2, 3, 4), (2, 5)), {}, ValueError, r"\[N\] = \[2, 3\] or \[N, d1, ...\] = \[2, 4\], got \[2, 5\]"),
         (((2, 3, 4), (2, 4)), {"per": "row"}, ValueError, "per must be one of set, image, got 'row'"),
