@@ -125,6 +125,19 @@ def test_forward_returns_the_batch_and_keeps_the_rest():
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method:UserWarning")  # torchmetrics: before the first update
+@pytest.mark.parametrize(
+    "metric",
+    [ours.BrierScore(), ours.NegativeLogLikelihood(), ours.CalibrationError(), ours.ClasswiseCalibrationError(4)],
+    ids=lambda metric: type(metric).__name__,
+)
+def test_a_reset_within_inference_mode_does_not_end_updates(metric):
+    probs, target = sample()[0].softmax(-1), sample()[1]
+    expected = type(metric).compute(fill(metric, probs, target))
+    with torch.inference_mode():
+        metric.reset()
+    assert torch.equal(type(metric).compute(fill(metric, probs, target)), expected)
+
+
 def test_no_rows_are_nan():
     for metric in (
         *(ours.CalibrationError(estimator=estimator) for estimator in metrics.ESTIMATORS),
