@@ -330,7 +330,14 @@ def _logits(classifier: Any, X: Any, *, response: str, classes: Any, kind: str, 
         found = np.asarray(getattr(classifier, response)(X))
         if not np.issubdtype(found.dtype, np.floating):
             found = found.astype(np.float64)
-        found = np.log(found) if response == "predict_proba" else found
+        if response == "predict_proba":
+            if ((found < 0) | (found > 1.001)).any():  # a rounded 1 may be above 1
+                raise ValueError(
+                    f"CalibratedClassifier: predict_proba of {type(classifier).__name__} must return probabilities, "
+                    f"got {found.min():g} to {found.max():g}; apply a softmax (skorch: "
+                    "predict_nonlinearity=torch.nn.Softmax(-1))"
+                )
+            found = np.log(found)
     little = np.finfo(found.dtype).eps
     if response != "decision_function":
         n_classes = found.shape[-1]

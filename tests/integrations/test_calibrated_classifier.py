@@ -307,6 +307,11 @@ class NoResponse(ClassifierMixin, BaseEstimator):
         return self
 
 
+class LogitsByName(OnlyProbabilities):
+    def predict_proba(self, X):  # as skorch, for a criterion that it does not know
+        return self.classifier_.decision_function(X)
+
+
 @pytest.mark.parametrize(
     ("options", "y", "error", "words"),
     [
@@ -337,6 +342,7 @@ class NoResponse(ClassifierMixin, BaseEstimator):
             ValueError,
             "must have decision_function or predict_log_proba",
         ),
+        ({"estimator": LogitsByName()}, np.arange(400) % 3, ValueError, "must return probabilities, got -"),
         ({"calibrator": TemperatureScaling(n_bins=0, criterion="ece")}, np.arange(400) % 2, ValueError, "n_bins"),
     ],
 )
