@@ -13,17 +13,17 @@ from focalkern._types import PROPER, InputKind, Proper
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._candidates import as_candidates, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._copies import HashSample
-from focalkern.calibrators._cross_validation import cross_validate, losses_of
+from focalkern.calibrators._cross_validation import cross_validate
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._fitted import renamed
 from focalkern.calibrators._folds import check_folds, fold_of
+from focalkern.calibrators._inputs import as_scores, losses_of
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._selection import CrossValidation
 from focalkern.calibrators._source_selection import cross_validate_source
 from focalkern.calibrators._spline import SplineScaling
-from focalkern.calibrators._spline_features import as_scores
 from focalkern.calibrators._verdict import (
     Verdict,
     cross_validation_warnings,

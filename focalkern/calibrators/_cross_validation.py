@@ -14,6 +14,7 @@ from focalkern._types import InputKind, Proper
 from focalkern.calibrators._candidates import fit_one, fit_to_source, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import folds_of_all
+from focalkern.calibrators._inputs import losses_of
 from focalkern.calibrators._robust_temperature import (
     Floored,
     RobustTemperatureScaling,
@@ -34,16 +35,8 @@ __all__ = [
     "FoldFits",
     "cross_validate",
     "fits_by_sums",
-    "losses_of",
     "zeros_are_possible",
 ]
-
-
-def losses_of(log_probs: Tensor, labels: Tensor, criterion: Proper) -> Tensor:
-    """[2, N] float64: the loss of every sample, and its Brier score."""
-    of_target = log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
-    brier = log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
-    return torch.stack([-of_target if criterion == "nll" else brier, brier])
 
 
 def cross_validate(

@@ -5,9 +5,20 @@ import math
 import torch
 from torch import Tensor
 
-from focalkern._types import HALVES
+from focalkern._types import HALVES, InputKind, Proper
 
-__all__ = ["as_pairs", "cannot_occur", "floored", "floored_input", "renormalized", "traces", "widened"]
+__all__ = [
+    "as_pairs",
+    "as_scores",
+    "cannot_occur",
+    "floored",
+    "floored_input",
+    "losses_of",
+    "probabilities",
+    "renormalized",
+    "traces",
+    "widened",
+]
 
 
 def traces() -> bool:
@@ -34,6 +45,18 @@ def as_pairs(input: Tensor, input_kind: str) -> Tensor:
     return torch.stack([1 - one if input_kind == "probs" else torch.zeros_like(one), one], dim=-1)
 
 
+def as_scores(input: Tensor, input_kind: str) -> Tensor:
+    """Logits, or logarithms of probabilities, in float64."""
+    wide = input.to(torch.float64)
+    return wide.log() if input_kind == "probs" else wide
+
+
+def probabilities(input: Tensor, input_kind: InputKind) -> Tensor:
+    """Logits or probabilities [..., C] as float64 probabilities that sum to 1."""
+    wide = input.to(torch.float64)
+    return wide / wide.sum(-1, keepdim=True) if input_kind == "probs" else wide.softmax(-1)
+
+
 def cannot_occur(input: Tensor, input_kind: str) -> Tensor:
     """[..., C] bool: True for classes with a logit of -inf or a probability of 0."""
     return input <= (0 if input_kind == "probs" else -math.inf)
@@ -54,3 +77,10 @@ def floored_input(input: Tensor, floor: float, input_kind: str) -> Tensor:
     if input_kind == "probs":
         return (1 - floor) * wide / wide.sum(-1, keepdim=True) + floor / wide.shape[-1]
     return floored(wide.log_softmax(-1), floor)
+
+
+def losses_of(log_probs: Tensor, labels: Tensor, criterion: Proper) -> Tensor:
+    """[2, N] float64: the loss of every sample, and its Brier score."""
+    of_target = log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
+    brier = log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
+    return torch.stack([-of_target if criterion == "nll" else brier, brier])

@@ -12,7 +12,8 @@ from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_number
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._isotonic_module import IsotonicLogProbs, probabilities
+from focalkern.calibrators._inputs import probabilities
+from focalkern.calibrators._isotonic_module import IsotonicLogProbs
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._temperature_bound import no_error_warnings
 from focalkern.calibrators._warnings import few_by_weight, unseen_classes, worse_than_uncalibrated

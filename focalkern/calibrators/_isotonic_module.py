@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._inputs import cannot_occur
+from focalkern.calibrators._inputs import cannot_occur, probabilities
 from focalkern.calibrators._modules import RowMap, exports_to_onnx
 
-__all__ = ["IsotonicLogProbs", "probabilities"]
+__all__ = ["IsotonicLogProbs"]
 
 
 class IsotonicLogProbs(RowMap):
@@ -99,9 +99,3 @@ class IsotonicLogProbs(RowMap):
         regressed = regressed.masked_fill(cannot_occur(wide, self.input_kind), 0.0)
         result = regressed / regressed.sum(-1, keepdim=True)
         return (result.log() if log else result).to(input.dtype)
-
-
-def probabilities(input: Tensor, input_kind: InputKind) -> Tensor:
-    """Logits or probabilities [..., C] as float64 probabilities that sum to 1."""
-    wide = input.to(torch.float64)
-    return wide / wide.sum(-1, keepdim=True) if input_kind == "probs" else wide.softmax(-1)

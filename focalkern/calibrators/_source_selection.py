@@ -10,7 +10,8 @@ from torch import Tensor
 
 from focalkern._types import Proper
 from focalkern.calibrators._candidates import keeps_predictions, log_proba
-from focalkern.calibrators._cross_validation import ZEROS, FoldFits, fits_by_sums, losses_of, zeros_are_possible
+from focalkern.calibrators._cross_validation import ZEROS, FoldFits, fits_by_sums, zeros_are_possible
+from focalkern.calibrators._inputs import losses_of
 from focalkern.calibrators._row_source import MemoryRows, RowSource
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide_from_sums
 from focalkern.calibrators._spline_folds import FoldOf, Predict

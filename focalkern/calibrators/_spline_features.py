@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
+from focalkern.calibrators._inputs import as_scores
 from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._temperature_bound import succession_bound
 from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = [
-    "as_scores",
     "features",
     "find_knots",
     "floor_of",
@@ -47,12 +47,6 @@ _BINS_PER_UNIT, _HISTOGRAM_END = 64, 60
 def floor_of(weight_sum: float) -> float:
     """e = 0.1 / (W + 1), the share of the uniform distribution in x."""
     return 0.1 / (weight_sum + 1)
-
-
-def as_scores(input: Tensor, input_kind: str) -> Tensor:
-    """Logits, or logarithms of probabilities, in float64."""
-    wide = input.to(torch.float64)
-    return wide.log() if input_kind == "probs" else wide
 
 
 def floored(scores: Tensor, temperature: float, floor: float) -> Tensor:

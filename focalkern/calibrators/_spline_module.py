@@ -5,9 +5,10 @@ from torch import Tensor
 
 from focalkern._devices import cpu_by_default
 from focalkern._types import InputKind
+from focalkern.calibrators._inputs import as_scores
 from focalkern.calibrators._modules import RowMap, exports_to_onnx
 from focalkern.calibrators._spline_curve import NaturalSpline, evaluate
-from focalkern.calibrators._spline_features import as_scores, features, floored
+from focalkern.calibrators._spline_features import features, floored
 from focalkern.ops.spline_map import map_by_pieces
 
 __all__ = ["FlooredLogProbs", "MapArguments", "SplineLogProbs"]

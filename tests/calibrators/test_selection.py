@@ -10,9 +10,10 @@ from test_spline_fit import draw
 import focalkern as fk
 from focalkern.calibrators import RobustTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._candidates import as_candidates, fit_one, identity, log_proba
-from focalkern.calibrators._cross_validation import FoldFits, cross_validate, losses_of
+from focalkern.calibrators._cross_validation import FoldFits, cross_validate
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._folds import fold_of
+from focalkern.calibrators._inputs import losses_of
 from focalkern.calibrators._row_source import rows_of
 from focalkern.calibrators._selection import CandidateScore, decide
 from focalkern.calibrators._verdict import cross_validation_warnings
