@@ -180,7 +180,7 @@ class AutoCalibrator(FitsBatches):
                 raise ValueError("AutoCalibrator: fit_batches takes no sample_weight, got weights other than 1")
             for block in part.blocks():
                 log_probs = as_scores(block.input, self.input_kind).log_softmax(-1)
-                brier += losses_of(log_probs, block.target, "brier")[1].sum().cpu()
+                brier += losses_of(log_probs, block.target, ("brier",)).sum().cpu()
         none = fitted_identity(
             self.input_kind,
             float(source.add_up(brier)) / source.n_rows,

@@ -60,6 +60,7 @@ def cross_validate(
         only_chosen: leave out the calibrators of spline scalings that are not chosen.
     """
     rows, device = len(labels), input.device
+    names = (criterion, "brier")
     number, n_distinct = repeated_rows(input, labels), rows
     if number is not None:
         n_distinct = int(number.max()) + 1
@@ -97,7 +98,7 @@ def cross_validate(
                     stopped = stopped or getattr(part, "at_border_", ())
                     found.append(log_proba(part, input[place]))
             if of_folds or found:
-                of_rows = torch.cat(of_folds, 1) if of_folds else losses_of(torch.cat(found), labels[order], criterion)
+                of_rows = torch.cat(of_folds, 1) if of_folds else losses_of(torch.cat(found), labels[order], names)
                 of_rows = of_rows[1].expand(2, -1) if of_folds and criterion == "brier" else of_rows
                 loss.scatter_(1, order.expand(2, -1), of_rows)  # an index would start threads
         # A user's candidate may raise anything. The other candidates continue, and a warning names the error.
@@ -136,7 +137,7 @@ def _without_calibration(
 ) -> tuple[Any, Tensor]:
     """No calibration as a fitted calibrator, and the losses and Brier scores [2, N] of all rows."""
     log_probs = focal_calibration_map(input.to(torch.float64), 0.0, 1.0, input_kind=input_kind, log=True)
-    losses = losses_of(log_probs, labels, criterion)
+    losses = losses_of(log_probs, labels, (criterion, "brier"))
     mean = losses[1].mean() if weight is None else (losses[1] * weight).sum() / weight.sum()
     rows, n_classes = input.shape
     return fitted_identity(input_kind, float(mean), n_samples=rows, n_classes=n_classes), losses
@@ -232,7 +233,7 @@ class FoldFits:
         assert isinstance(rows, MemoryRows)
         if isinstance(candidate, RobustTemperatureScaling):
             return floored_losses(self._floored(kind)[k], kind, rows)
-        return losses_of(self.held_out(candidate, k)(rows.input.to(torch.float64)), rows.target, "nll")
+        return losses_of(self.held_out(candidate, k)(rows.input.to(torch.float64)), rows.target, ("nll", "brier"))
 
     def held_out(self, candidate: Any, k: int) -> Predict:
         """The fit without fold k, a function of input [n, C] float64 to log-probabilities."""

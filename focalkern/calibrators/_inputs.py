@@ -1,11 +1,12 @@
 """Functions of rows of logits or probabilities [..., C], shared by calibrators and their modules."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from focalkern._types import HALVES, InputKind, Proper
+from focalkern._types import HALVES, InputKind
 
 __all__ = [
     "as_pairs",
@@ -79,8 +80,10 @@ def floored_input(input: Tensor, floor: float, input_kind: str) -> Tensor:
     return floored(wide.log_softmax(-1), floor)
 
 
-def losses_of(log_probs: Tensor, labels: Tensor, criterion: Proper) -> Tensor:
-    """[2, N] float64: the loss of every sample, and its Brier score."""
+def losses_of(log_probs: Tensor, labels: Tensor, names: Sequence[str]) -> Tensor:
+    """[losses, N]: the losses of every row, ``"nll"`` or ``"brier"`` by these names."""
     of_target = log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
-    brier = log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
-    return torch.stack([-of_target if criterion == "nll" else brier, brier])
+    found = {"nll": -of_target}
+    if "brier" in names:
+        found["brier"] = log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
+    return torch.stack([found[name] for name in names])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind, Proper
+from focalkern.calibrators._inputs import cannot_occur
 from focalkern.calibrators._search import every_row_grid
 from focalkern.calibrators._warnings import floor_remedy
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -30,8 +31,7 @@ def check_finite_nll(
         remedy: another remedy than a floor, for the error.
         floor: as the argument of :func:`floor_remedy`.
     """
-    of_target = input.gather(1, target.unsqueeze(1)).squeeze(1)
-    impossible = of_target == (0 if input_kind == "probs" else -math.inf)
+    impossible = cannot_occur(input.gather(1, target.unsqueeze(1)).squeeze(1), input_kind)
     if bool(impossible.any()):
         what = "probability 0" if input_kind == "probs" else "a logit of -inf"
         raise ValueError(

@@ -97,7 +97,7 @@ def held_out(
                     continue
                 wide = rows.input.to(torch.float64)
                 log_probs = [torch.as_tensor(of_candidate[k](wide)) for of_candidate in predict]
-                both = [losses_of(one, rows.target, criterion) for one in log_probs]
+                both = [losses_of(one, rows.target, (criterion, "brier")) for one in log_probs]
                 loss, score = torch.stack(both, 1).cpu()
                 difference = loss - loss[finite]
                 losses += loss.sum(1)

@@ -12,7 +12,7 @@ from focalkern._types import InputKind, compute_dtype
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._inputs import cannot_occur
+from focalkern.calibrators._inputs import cannot_occur, probabilities
 from focalkern.calibrators._modules import RowMap, in_each_dtype
 from focalkern.calibrators._newton_search import check_finite_nll, minimize_focal, nll_temperature
 from focalkern.calibrators._parameters import LOGITS
@@ -176,8 +176,7 @@ class StructuredScaling(Calibrator):
     def _by_probmetrics(self, rows: FitData) -> _Found | None:
         """The fit by probmetrics; None if ``solver="auto"`` must use L-BFGS."""
         name = type(self).__name__
-        wide = rows.input.to(torch.float64)
-        probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
+        probs = probabilities(rows.input, self.input_kind)
         zero = probs == 0
         try:
             if rows.weight is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from focalkern._diagnostics import warn_outside
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._inputs import as_scores, losses_of
 from focalkern.calibrators._parameters import Parameters
 
 __all__ = [
@@ -128,9 +129,8 @@ def worse_than_uncalibrated(
         log_probs = apply(block)
         nll = -log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
         if by:
-            wide = block.to(torch.float64)
-            none = (wide / wide.sum(-1, keepdim=True)).log() if input_kind == "probs" else wide.log_softmax(-1)
-            parts.append([nll, _losses(none, labels, by), _losses(log_probs.to(torch.float64), labels, by)])
+            none = as_scores(block, input_kind).log_softmax(-1)
+            parts.append([nll, losses_of(none, labels, by), losses_of(log_probs.to(torch.float64), labels, by)])
         else:
             parts.append([nll])
     nll, *both = (torch.cat(list(side), -1) for side in zip(*parts, strict=True))
@@ -160,13 +160,3 @@ def worse_than_uncalibrated(
     if risen:
         found.append(f"on the rows of fit {' and '.join(risen)} ({remedy})")
     return found
-
-
-def _losses(log_probs: Tensor, target: Tensor, names: Sequence[str]) -> Tensor:
-    """The losses of these names, NLL and Brier score, of every row, [losses, n]."""
-    of_target = log_probs.gather(1, target.unsqueeze(1)).squeeze(1)
-    return torch.stack([-of_target if name == "nll" else _brier(log_probs, of_target) for name in names])
-
-
-def _brier(log_probs: Tensor, of_target: Tensor) -> Tensor:
-    return log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1

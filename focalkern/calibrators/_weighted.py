@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
+from focalkern.calibrators._inputs import losses_of
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -35,18 +36,15 @@ def weighted_grid(
             f"{name}: estimator must be 'equal_mass' or 'equal_width' with sample_weight, got 'equal_mass_interp'"
         )
     wide, share = input.to(torch.float64), weight / weight.sum()
-    top, index = input.argmax(-1, keepdim=True), target.unsqueeze(1)
+    top = input.argmax(-1, keepdim=True)
     correct = (top.squeeze(1) == target).to(torch.float64)
     tables = {one: torch.empty(len(gammas), len(temperatures), dtype=torch.float64) for one in criteria}
     for i, gamma in enumerate(gammas):
         for j, temperature in enumerate(temperatures):
             log_probs = focal_calibration_map(wide, gamma, temperature, input_kind=input_kind, log=True)
-            of_target = log_probs.gather(1, index).squeeze(1)
             for one, table in tables.items():
-                if one == "nll":
-                    table[i, j] = -(of_target * share).sum()
-                elif one == "brier":
-                    table[i, j] = ((log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1) * share).sum()
+                if one != "ece":
+                    table[i, j] = (losses_of(log_probs, target, (one,)) * share).sum()
                 else:
                     confidence = log_probs.gather(1, top).squeeze(1).exp()
                     table[i, j] = weighted_ece(confidence, correct, share, n_bins, estimator)

@@ -1,6 +1,5 @@
 """The results that a study compares, without scores, and the chosen one: the automatic choice, or a named method."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from focalkern.calibrators import (
     Search,
     TemperatureScaling,
 )
+from focalkern.calibrators._inputs import cannot_occur
 from focalkern.calibrators._selection import CrossValidation
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
 from focalkern.study.cross_validation import cross_validate_samples
@@ -201,5 +201,5 @@ def _scaling(settings: Settings, search: Search, validation: Samples) -> Scaling
 
 def _can_be_fitted(scaling: Scaling, input: Tensor, labels: Tensor) -> bool:
     """Whether the criterion is finite in some cell. The NLL is infinite in all if a true class has probability 0."""
-    impossible = 0.0 if scaling.input_kind == "probs" else -math.inf
-    return scaling.criterion != "nll" or not bool((input.gather(1, labels.unsqueeze(1)) == impossible).any())
+    of_target = input.gather(1, labels.unsqueeze(1))
+    return scaling.criterion != "nll" or not bool(cannot_occur(of_target, scaling.input_kind).any())

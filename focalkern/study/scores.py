@@ -10,6 +10,7 @@ from torch import Tensor
 from focalkern import metrics
 from focalkern.calibrators import Calibrator, Estimator, InputKind, SplineScaling, TemperatureScaling
 from focalkern.calibrators._candidates import fitted_identity, keeps_predictions, log_proba
+from focalkern.calibrators._inputs import cannot_occur
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
 from focalkern.streaming import CalibrationGridState
@@ -212,7 +213,7 @@ class _Counts:
         self.per_class = torch.zeros(samples.n_classes, dtype=torch.int64)
 
     def add(self, input: Tensor, target: Tensor) -> None:
-        impossible = input.gather(1, target.unsqueeze(1)) == (-torch.inf if self.kind == "logits" else 0.0)
+        impossible = cannot_occur(input.gather(1, target.unsqueeze(1)), self.kind)
         alike = (input >= 0).all(1) & ((input.sum(1, dtype=torch.float64) - 1).abs() <= 1e-3)
         self.numbers += torch.stack([impossible.sum(), alike.sum()])
         self.per_class += torch.bincount(target, minlength=len(self.per_class))

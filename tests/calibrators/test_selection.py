@@ -132,12 +132,12 @@ def test_losses_are_those_of_fits_that_did_not_see_the_row(sharp, criterion):
     for k in range(4):
         scaling = RobustTemperatureScaling() if criterion == "nll" else TemperatureScaling(criterion=criterion)
         part = log_proba(scaling.fit(logits[fold != k], labels[fold != k]), logits[fold == k])
-        of_fold = losses_of(part, labels[fold == k], criterion).sum(1).tolist()
+        of_fold = losses_of(part, labels[fold == k], (criterion, "brier")).sum(1).tolist()
         total, brier = total + of_fold[0], brier + of_fold[1]
     assert found.entries[1].loss == pytest.approx(total / len(labels), rel=1e-9)
     assert found.winner.name == "temperature" and found.folds == 4
     assert [row["name"] for row in found.table()] == ["none", "temperature"]
-    none = float(losses_of(logits.double().log_softmax(-1), labels, "brier")[1].sum())
+    none = float(losses_of(logits.double().log_softmax(-1), labels, ("brier",)).sum())
     assert found.brier[0] == pytest.approx((brier - none) / len(labels), rel=1e-6)
 
 
@@ -156,7 +156,7 @@ def test_splines_are_those_of_fits_that_did_not_see_the_row(weighted):
         for k in range(5):
             kept = fold != k
             part = copy.deepcopy(alone).fit(logits[kept], labels[kept], None if weight is None else weight[kept])
-            loss[~kept] = losses_of(log_proba(part, logits[~kept]), labels[~kept], "nll")[0]
+            loss[~kept] = losses_of(log_proba(part, logits[~kept]), labels[~kept], ("nll",))[0]
         mean = loss.mean() if weight is None else (loss * weight).sum() / weight.sum()
         assert entry.loss == pytest.approx(float(mean), abs=1e-3)
     keeping = as_candidates(None, "nll", "logits", keep_predictions=True)
@@ -208,7 +208,7 @@ def test_a_candidate_without_an_optimum_outside_of_a_fold_is_not_chosen():
 
 def test_brier_is_the_brier_score(sharp):
     logits, labels = sharp
-    found = losses_of(logits.double().log_softmax(-1), labels, "brier")[1].mean()
+    found = losses_of(logits.double().log_softmax(-1), labels, ("brier",)).mean()
     assert float(found) == pytest.approx(float(fk.metrics.brier_score(logits.double().softmax(-1), labels)))
 
 
@@ -322,7 +322,7 @@ def test_losses_of_a_fold_are_those_of_its_predictions(case):
         fits.fit(candidate)
         for k in range(3):
             held_out = input[fold == k], labels[fold == k]
-            expected = losses_of(fits.held_out(candidate, k)(held_out[0]), held_out[1], "nll")
+            expected = losses_of(fits.held_out(candidate, k)(held_out[0]), held_out[1], ("nll", "brier"))
             torch.testing.assert_close(fits.losses(candidate, k), expected, rtol=1e-12, atol=1e-12)
 
 
