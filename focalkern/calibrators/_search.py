@@ -73,9 +73,15 @@ def grid_border(grid: CalibrationGrid, gamma: float, temperature: float) -> tupl
         Up to two sentences without a full stop, such as ``"gamma = 5 is the largest that was searched"``. A parameter
         with a single searched value gets no sentence.
     """
+    return _at_ends(gamma, temperature, grid.gammas.tolist(), grid.temperatures.tolist())
+
+
+def _at_ends(
+    gamma: float, temperature: float, gammas: Sequence[float], temperatures: Sequence[float]
+) -> tuple[str, ...]:
     words = []
-    for name, value, axis in (("gamma", gamma, grid.gammas), ("temperature", temperature, grid.temperatures)):
-        low, high = float(axis.min()), float(axis.max())
+    for name, value, axis in (("gamma", gamma, gammas), ("temperature", temperature, temperatures)):
+        low, high = min(axis), max(axis)
         if low < high and value in (low, high):
             words.append(f"{name} = {value:g} is the {'smallest' if value == low else 'largest'} that was searched")
     return tuple(words)
@@ -187,14 +193,10 @@ class _Best:
 
     def found(self, gammas: Sequence[float], temperatures: Sequence[float]) -> SearchResult:
         """The result of a search between the ends of both axes."""
-        words = []
-        for name, value, axis in (("gamma", self.gamma, gammas), ("temperature", self.temperature, temperatures)):
-            low, high = min(axis), max(axis)
-            if low < high and value in (low, high):
-                words.append(f"{name} = {value:g} is the {'smallest' if value == low else 'largest'} that was searched")
         if not math.isfinite(self.value):
             raise ValueError("the criterion must be finite in some cell, got none")
-        return SearchResult(self.gamma, self.temperature, self.value, self.n_cells, tuple(words))
+        words = _at_ends(self.gamma, self.temperature, gammas, temperatures)
+        return SearchResult(self.gamma, self.temperature, self.value, self.n_cells, words)
 
 
 def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> SearchResult:
