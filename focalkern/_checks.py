@@ -17,6 +17,7 @@ __all__ = [
     "MOST_BINS",
     "MOST_RESAMPLES",
     "ONE_HOT",
+    "ONE_LOGIT",
     "SOFT_ONE_HOT",
     "TO_INT",
     "check_floating",
@@ -38,6 +39,7 @@ __all__ = [
     "no_float8",
     "not_floating",
     "number",
+    "one_image",
     "one_of",
     "parsed_float",
     "parsed_int",
@@ -46,6 +48,7 @@ __all__ = [
     "reduction_code",
     "reworded",
     "short",
+    "smoothing",
     "target_misfit",
 ]
 

@@ -27,7 +27,14 @@ from focalkern.calibrators._warnings import UNMASKED, few_by_weight
 from focalkern.ops.spline_map import map_by_pieces
 from focalkern.ops.spline_sums import spline_sums_for
 
-__all__ = ["Floored", "RobustTemperatureScaling", "floored_folds", "floored_losses", "floored_map"]
+__all__ = [
+    "Floored",
+    "RobustTemperatureScaling",
+    "floored_folds",
+    "floored_losses",
+    "floored_map",
+    "temperature_from_json",
+]
 
 
 class RobustTemperatureScaling(FitsBatches):

@@ -12,6 +12,7 @@ from torch import Tensor
 from focalkern.calibrators._fit_data import FitData
 
 __all__ = [
+    "BLOCK",
     "Batch",
     "BatchedRows",
     "MemoryRows",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from focalkern.fallback.spline_map import spline_coefficients
 
-__all__ = ["NaturalSpline"]
+__all__ = ["NaturalSpline", "evaluate"]
 
 
 class NaturalSpline:

@@ -14,6 +14,9 @@ from focalkern.calibrators._temperature_bound import succession_bound
 from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = [
+    "KNOT_GAP",
+    "LEAST_KNOTS",
+    "MOST_KNOTS",
     "features",
     "find_knots",
     "floor_of",

@@ -16,6 +16,7 @@ from focalkern.ops.spline_map import map_by_pieces
 from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = [
+    "NEWTON_DONE_IN_A_FOLD",
     "Derivatives",
     "Fit",
     "Map",

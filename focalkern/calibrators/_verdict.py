@@ -13,6 +13,7 @@ __all__ = [
     "describe_copies",
     "describe_evidence",
     "describe_method",
+    "describe_predictions",
     "sentence",
 ]
 

@@ -31,6 +31,7 @@ from focalkern.files.pixels import PixelRows, class_misfit, label_misfit
 from focalkern.files.samples import check_input_kind, check_options, check_rows
 
 __all__ = [
+    "LOOK",
     "STREAMED",
     "Shard",
     "ShardedRows",

@@ -159,6 +159,25 @@ def test_no_import_is_circular():
     list(TopologicalSorter(graph).static_order())  # raises CycleError, whose message has the cycle
 
 
+@pytest.mark.parametrize("folder", [name for name in LAYERS if name not in ("shared", "reference", "fallback", "ops")])
+def test_files_import_only_names_in_all(folder):
+    """``__all__`` says what other files of the package use. The folders of operators also share private functions."""
+    exported = {}
+    for path in (ROOT / "focalkern" / folder).rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                exported[".".join(path.relative_to(ROOT).with_suffix("").parts)] = ast.literal_eval(node.value)
+    assert exported or folder in ("losses", "integrations")
+    imported = {
+        (node.module, alias.name)
+        for path in (ROOT / "focalkern").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module in exported
+        for alias in node.names
+    }
+    assert not {(module, name) for module, name in imported if name not in exported[module]}
+
+
 def test_imports_in_functions_are_of_extras():
     """An import inside a function is for an optional package; it never hides a cycle."""
     found = {target for targets in EDGES.values() for target, in_function in targets if in_function}
