@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from focalkern._devices import cpu_by_default
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_curve import NaturalSpline
 
@@ -26,6 +27,7 @@ class ShownCurve:
     upper: np.ndarray[Any, Any]
 
 
+@cpu_by_default()
 def shown_curve(calibrator: SplineScaling, points: int = 200) -> ShownCurve:
     r"""The confidence of two classes after the curve, from the confidence q.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from focalkern._atomic import opened_atomically, write_atomically
 from focalkern._checks import path_text
+from focalkern._devices import cpu_by_default
 from focalkern.calibrators import Calibrator, InputKind, load_calibrator
 from focalkern.files import InputError
 from focalkern.files.inputs import UnlabelledRows, open_unlabelled
@@ -28,6 +29,7 @@ OUTPUTS = (".npy", ".npz", ".safetensors", ".pt", *_TABLES)
 _BATCH = 1 << 22
 
 
+@cpu_by_default()
 def apply_calibrator(
     calibrator: str | os.PathLike[str] | Calibrator,
     source: str,

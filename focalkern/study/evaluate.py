@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from focalkern._checks import count_rows, counted, short
+from focalkern._devices import cpu_by_default
 from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling, RobustTemperatureScaling
 from focalkern.files import InputError, LogitSet
 from focalkern.files.inputs import UnlabelledRows
@@ -72,6 +73,7 @@ class Evaluation:
         }
 
 
+@cpu_by_default()
 def evaluate_rows(
     given: LogitSet | Samples, calibrator: Calibrator | None = None, *, name: str = "the calibrator", n_bins: int = 15
 ) -> Evaluation:

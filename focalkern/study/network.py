@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from focalkern._checks import count_rows
-from focalkern._devices import one_thread
+from focalkern._devices import cpu_by_default, one_thread
 from focalkern._version import __version__
 from focalkern.files import InputError, LogitSet, read_sets
 from focalkern.files.paths import fingerprint, is_url, located, suffix_of
@@ -58,6 +58,7 @@ def _in_folder(folder: str | None, name: str) -> str:
     return name if folder is None or is_url(name) else os.path.join(folder, name)
 
 
+@cpu_by_default()
 def record_of(name: str, settings: Mapping[str, Any], words: Callable[[Exception], str]) -> dict[str, Any]:
     """The record of one file, with its result or its error."""
     record = {"path": name, "error": None, "criterion": settings["criterion"]}

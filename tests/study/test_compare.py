@@ -318,3 +318,25 @@ def test_a_verdict_begins_with_the_rows_that_both_sets_have(brief):
     # All rows: the verdict calls itself optimistic.
     equal = run_study(validation, replace(validation, name="test"), brief=brief, **FAST)
     assert equal.verdict.optimistic and not equal.verdict.check_data
+
+
+def test_the_default_device_changes_nothing(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    logits, labels = sample(200, 0)
+    path = tmp_path / "rows.npz"
+    np.savez(path, logits=logits, labels=labels)
+    spline = fk.SplineScaling().fit(logits, labels)
+    (tmp_path / "report").mkdir()
+
+    def results():
+        study = fk.compare_calibrators((logits, labels), candidates=["none", "spline"], resamples=20)
+        files = study.write_report(tmp_path / "report")
+        fk.study.apply_calibrator(spline, str(path), tmp_path / "probs.npz")
+        found = [re.sub(rb"..:.. UTC", b"", file.read_bytes()) for file in files if file.suffix in (".html", ".csv")]
+        found.append(dict(np.load(tmp_path / "probs.npz"))["probs"].tobytes())
+        found.append(str(fk.study.evaluate_rows(fk.files.read_sets(path)[""], spline)))
+        return [*found, fk.sweep_one(path), fk.plots.calibration_curve(spline)._repr_png_()]
+
+    expected = results()
+    with torch.device("meta"):
+        assert results() == expected

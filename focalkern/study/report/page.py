@@ -12,6 +12,7 @@ from typing import Any
 from focalkern import metrics
 from focalkern._atomic import write_together
 from focalkern._checks import counted
+from focalkern._devices import cpu_by_default
 from focalkern._types import LOSS_NAMES, InputKind
 from focalkern.calibrators import Calibrator, SplineScaling
 from focalkern.calibrators._spline_shown import describe_curve
@@ -35,6 +36,7 @@ from focalkern.study.scores import facts, reliability
 __all__ = ["cells_of", "python_lines", "write_report"]
 
 
+@cpu_by_default()
 def write_report(
     comparison: JudgedComparison,
     folder: Path,
