@@ -1,6 +1,5 @@
 """Histogram binning on the top class, alone or after a scaling."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -169,7 +168,7 @@ class HistogramBinning(Calibrator):
         scaling = TemperatureScaling(input_kind=self.input_kind) if self.scaling is None else self.scaling
         worse = worse_than_uncalibrated(
             rows,
-            functools.partial(self._apply, log=True),
+            self._apply,
             by=PROPER,
             input_kind=self.input_kind,
             remedy="fewer bins, n_bins, or a scaling alone",

@@ -119,7 +119,7 @@ class IsotonicCalibration(Calibrator):
 
     def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "more rows, or TemperatureScaling"
-        worse = worse_than_uncalibrated(rows, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy)
+        worse = worse_than_uncalibrated(rows, self._apply, by=("nll",), input_kind=self.input_kind, remedy=remedy)
         return [
             *few_by_weight(rows),
             *super()._fit_warnings(rows),
@@ -130,9 +130,6 @@ class IsotonicCalibration(Calibrator):
 
     def _warnings_of(self, class_counts: Tensor) -> list[str]:
         return unseen_classes(class_counts, self.classes_, "TemperatureScaling")
-
-    def _log_probs(self, input: Tensor) -> Tensor:
-        return self._apply(input, log=True)
 
     def _invalid_rows_are(self) -> Literal["nan"]:
         return "nan"

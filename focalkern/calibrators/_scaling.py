@@ -220,7 +220,7 @@ class Scaling(Calibrator):
             by, remedy = ["nll", "brier"], "an ECE can fall while the probabilities get worse; criterion='nll' does not"
         else:
             by, remedy = [self.criterion_], "include gamma = 0 and temperature = 1 in the search"
-        worse = worse_than_uncalibrated(rows, self._log_probs, by=by, input_kind=self.input_kind, remedy=remedy)
+        worse = worse_than_uncalibrated(rows, self._apply, by=by, input_kind=self.input_kind, remedy=remedy)
         return [*warnings, *worse]
 
     def _limit_warnings(self, rows: FitData) -> list[str]:
@@ -236,9 +236,6 @@ class Scaling(Calibrator):
             f"confidence: temperature = {self.temperature_:.4g} is below {bound:.4g}, where the mean confidence is "
             f"{justified_confidence(source.weight_sum):.4g} (criterion='nll' without temperatures stops there)"
         ]
-
-    def _log_probs(self, input: Tensor) -> Tensor:
-        return self._apply(input, log=True)
 
     def _keeps_predictions(self) -> bool:
         return True

@@ -225,7 +225,7 @@ class StructuredScaling(Calibrator):
 
     def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
-        worse = worse_than_uncalibrated(rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy)
+        worse = worse_than_uncalibrated(rows, self._apply, by=("nll",), input_kind=self.input_kind, remedy=remedy)
         limits = no_error_warnings(rows) or [f"{words} ({bound_remedy(words)})" for words in self._border]
         return [*few_by_weight(rows), *super()._fit_warnings(rows), *limits, *worse]
 

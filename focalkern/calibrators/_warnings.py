@@ -101,7 +101,7 @@ def floor_remedy(n_rows: int, argument: str = "floor={}") -> str:
 
 def worse_than_uncalibrated(
     of: FitData,
-    apply: Callable[[Tensor], Tensor],
+    apply: Callable[..., Tensor],
     *,
     by: Sequence[str],
     input_kind: str,
@@ -114,7 +114,7 @@ def worse_than_uncalibrated(
 
     Args:
         of: the rows of fit.
-        apply: maps [n, C] to calibrated log-probabilities.
+        apply: with ``log=True``, maps [n, C] to calibrated log-probabilities.
         by: the losses to check, ``"nll"`` and/or ``"brier"``.
         remedy: the remedy that the sentence names.
         floor: as the argument of :func:`floor_remedy`.
@@ -126,7 +126,7 @@ def worse_than_uncalibrated(
     rows = max(1, _BLOCK // input.shape[1])
     parts: list[list[Tensor]] = []
     for block, labels in zip(input.split(rows), target.split(rows), strict=True):
-        log_probs = apply(block)
+        log_probs = apply(block, log=True)
         nll = -log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
         if by:
             none = as_scores(block, input_kind).log_softmax(-1)
