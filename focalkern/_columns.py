@@ -181,7 +181,7 @@ def column_misfit(wanted: Sequence[str], found: Sequence[str]) -> str:
 
 def other_order(columns: ClassColumns, labels: Collection[str]) -> str:
     """The end of an error about labels that are no names of numbered columns, if they end in numbers whose alphabetical
-    order is not their own: the columns may have either order. Empty if there is no doubt."""
+    order is not their own: the columns may have either order. Empty for other labels."""
     names = sorted(labels)
     found = [_NUMBERED.fullmatch(name) for name in names]
     numbers = [int(match[2]) for match in found if match is not None]

@@ -260,9 +260,9 @@ def _named_labels(
             f"{name}: target must name each of the {n_classes} classes of the logits, got {len(names)} "
             "names; integers 0 to C - 1 may leave classes out"
         )
-    doubt = "" if columns is None else other_order(columns, names.tolist())
-    if doubt:
-        raise ValueError(f"{name}: target must name columns of the logits, got labels {doubt}")
+    misfit = "" if columns is None else other_order(columns, names.tolist())
+    if misfit:
+        raise ValueError(f"{name}: target must name columns of the logits, got labels {misfit}")
     _check_order(name, names)
     return names, index
 

@@ -88,9 +88,9 @@ def _labels_of(columns: ClassColumns, labels: Any, source: str) -> Any:
         return labels
     names = columns.names_of_labels(set(given.ravel().tolist()))
     if names is None:
-        doubt = other_order(columns, set(given.ravel().tolist()))
-        if doubt:
-            raise InputError(f"{source}: labels: expected names of columns, found labels {doubt}")
+        misfit = other_order(columns, set(given.ravel().tolist()))
+        if misfit:
+            raise InputError(f"{source}: labels: expected names of columns, found labels {misfit}")
         return labels
     place = {name: number for number, name in enumerate(names)}
     return np.array([place[label] for label in given.ravel().tolist()], dtype=np.int64).reshape(given.shape)
