@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from focalkern import study as report
+from focalkern._atomic import is_device
 from focalkern.calibrators import CANDIDATES, Binning, Criterion, Search
 from focalkern.calibrators._candidates import DEFAULT_CANDIDATES
 from focalkern.cli._formats import FORMATS_HELP
@@ -354,6 +355,8 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         _check_not_read(arguments, arguments.out, "--out")
     if arguments.state is not None:
         check_out(arguments.state, "--state")
+        if is_device(arguments.state):  # the command reads the file and removes it at the end
+            raise InputError(f"{arguments.state}: expected a file for --state, found a device or a pipe")
         _check_not_read(arguments, arguments.state, "--state")
         if arguments.out is not None and arguments.state.resolve() == arguments.out.resolve():
             raise InputError(f"{arguments.state}: expected different files for --state and --out, found the same")

@@ -1,8 +1,10 @@
 """Each user error of the command is one line; failures of files and pipes."""
 
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import cli_cases
 import numpy as np
@@ -248,6 +250,16 @@ def test_files_are_written_before_the_reader_of_a_pipe_can_go(both, tmp_path):
     assert process.returncode == 0
     assert out.exists()
     assert not state.exists()
+
+
+@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="needs sockets with a name")
+def test_a_state_is_no_device(both, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the name of a socket has at most 107 bytes
+    with socket.socket(socket.AF_UNIX) as device:
+        device.bind("state")
+        said = one_line(*run("calibrate", both, "--state", "state"))
+    assert said.endswith("state: expected a file for --state, found a device or a pipe\n")
+    assert Path("state").is_socket()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
