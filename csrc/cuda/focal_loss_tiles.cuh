@@ -239,12 +239,11 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
 }
 
 // Writes the gradient of a tile of short rows as one run of vectors: a vector may hold parts of two rows, or several
-// rows. Every thread of the block calls it.
-template <typename Scalar>
+// rows. at(gradient, z) is the gradient of an element other than the target. Every thread of the block calls it.
+// kValues: a divisor of the number of classes
+template <int kValues = 1, typename Scalar, typename Gradient, typename At>
 __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* logits, int rows, int classes,
-                                                    const ClassDivider& divide,
-                                                    const RowGradient<compute_t<Scalar>>* gradients) {
-  using Real = compute_t<Scalar>;
+                                                    const ClassDivider& divide, const Gradient* gradients, At at) {
   constexpr int kSize = kVectorSize<Scalar>;
   constexpr int kUnroll = 4;
   const int thread = static_cast<int>(threadIdx.x);
@@ -265,11 +264,11 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
         Elements<Scalar> result;
         int r = divide(vector * kSize);
         int j = vector * kSize - r * classes;
-        RowGradient<Real> gradient = gradients[r];
+        Gradient gradient = gradients[r];
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
-          result.at[e] = gradient_at<Scalar>(gradient, load_as_compute(elements.at[e]));
-          if (++j == classes) {
+          result.at[e] = at(gradient, load_as_compute(elements.at[e]));
+          if (e % kValues == kValues - 1 && (j += kValues) == classes) {
             j = 0;
             r += r + 1 < rows;  // no vector lies past the last row
             gradient = gradients[r];
@@ -281,8 +280,7 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
   }
   const int rest = vectors * kSize + thread;
   if (rest < count) {
-    const Real z = load_as_compute(logits[rest]);
-    grad[rest] = gradient_at<Scalar>(gradients[divide(rest)], z);
+    grad[rest] = at(gradients[divide(rest)], load_as_compute(logits[rest]));
   }
   __syncthreads();  // before the elements of the targets are overwritten
   if (thread < rows && gradients[thread].target >= 0) {

@@ -13,6 +13,7 @@
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
 #include "cuda/row_statistics.cuh"
+#include "cuda/smoothed_gradient.cuh"
 #include "cuda/smoothed_numbers.cuh"
 #include "cuda/smoothed_row.cuh"
 #include "cuda/smoothed_twice.cuh"
@@ -240,51 +241,53 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
   using Real = compute_t<Scalar>;
   const Real share = uniform_share<true>(args);
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row = row_of<Scalar>(args, geometry, t);
+    auto row = row_of<Scalar>(args, geometry, t);
     if (row.row >= args.rows || args.grad_logits == nullptr) continue;
     Scalar* grad = args.grad_logits + geometry.grad_logits(row.row);
     const int64_t stride = args.grad_layout.class_stride;
-    // A row that does not count has a zero gradient, even where its logits are infinite or NaN.
-    const Real given = row.is_live ? upstream(args, row.row) : Real(0);
-    if (given == Real(0)) {
-      const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
-      for (int64_t j = row.index; j < row.classes; j += row.lanes) {
-        grad[j * stride] = Store<Scalar>::from_compute(missing);
-      }
-      continue;
-    }
-    const Real max = args.saved[row.row], log_s = args.saved[args.rows + row.row];
-    const Real others = args.saved[2 * args.rows + row.row];
-    const SmoothedRow<Scalar, kGamma> special(args, row, share, max, log_s, exponential_minus_one(log_s));
-    const Real likely_slope = special.likely_slope();
-    // dL/dz_j = p_j (sum a) - a_j
-    const Real of_lse = given * lse_slope(args, row.row);
-    const Real of_p = given * (others + likely_slope) + of_lse;
-    const Real of_slope = given * special.share;
+    const auto gradient = smoothed_gradient<kGamma>(args, row, share);
     const RowWriter<Scalar> writer(row, grad, stride);
-    int likely = kNoClass;
+    row.is_live = true;  // the others are written, too
     each_class(row, [&](const auto& values, int first, int step) {
       constexpr int count = kCount<decltype(values)>;
       Scalar result[count];
 #pragma unroll
       for (int k = 0; k < count; ++k) {
-        const ClassOfRow<Real> of_class = special.of(values[k]);
-        if (values[k] == special.likely) likely = first + k * step;
-        result[k] = Store<Scalar>::from_compute(of_class.p * of_p - of_slope * of_class.terms.slope);
+        result[k] = Store<Scalar>::from_compute(gradient.template at<kGamma>(values[k], args.detach_modulation));
       }
       writer.write(result, first, step);
     });
-    // Overwrites values that the same thread wrote.
-    if (!special.label_is_likely && is_mine(row, row.label)) {
-      const Real slope = (special.of_label + special.share) * special.label.terms.slope;
-      grad[row.label * stride] = Store<Scalar>::from_compute(special.label.p * of_p - given * slope);
+    // Overwrites a value that the same thread wrote.
+    if (gradient.target >= 0 && is_mine(row, gradient.target)) {
+      grad[gradient.target * stride] = Store<Scalar>::from_compute(gradient.at_target);
     }
-    if (likely != kNoClass) {
-      // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
-      const Real p = special.largest.p, u = special.largest.u;
-      const Real value = given * (p * others - u * likely_slope) + of_lse * p;
-      grad[likely * stride] = Store<Scalar>::from_compute(value);
+  }
+}
+
+// The same for short rows that lie end to end, a tile of them as one run of vectors. classes is a multiple of kValues.
+template <typename Scalar, int kGamma, int kValues>
+__global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_focal_backward_tile_kernel(
+    const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowPlan plan,
+    const __grid_constant__ ClassDivider divide) {
+  using Real = compute_t<Scalar>;
+  __shared__ SmoothedGradient<Real> gradients[kBlock];  // [rows_per_tile]
+  const Real share = uniform_share<true>(args);
+  const int thread = static_cast<int>(threadIdx.x), classes = static_cast<int>(args.classes);
+  for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
+    const TileRows of_tile(plan, args.rows, t);
+    const Scalar* logits = of_tile.of(args.logits, classes);
+    __syncthreads();  // all threads have read the gradients of the previous tile
+    if (thread < of_tile.rows) {
+      Row<Scalar> row = {of_tile.first + thread, logits + thread * classes, 1, classes};
+      row.label = as_class(args, args.labels[row.row]);
+      row.is_live = row.label >= 0;
+      gradients[thread] = smoothed_gradient<kGamma>(args, row, share);
     }
+    __syncthreads();
+    write_tile_gradient<kValues>(of_tile.of(args.grad_logits, classes), logits, of_tile.rows, classes, divide, gradients,
+                        [&](const auto& gradient, Real z) {
+                          return Store<Scalar>::from_compute(gradient.template at<kGamma>(z, args.detach_modulation));
+                        });
   }
 }
 
@@ -347,7 +350,23 @@ int smoothed_focal_with_statistics(const RowLossForward<Scalar>& args,
 
 template <typename Scalar>
 int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
+  const bool end_to_end = args.grad_logits != nullptr && is_matrix(args.logits, args.layout, args.rows) &&
+                          is_matrix(args.grad_logits, args.grad_layout, args.rows) &&
+                          args.layout.inner_stride == args.classes && args.grad_layout.inner_stride == args.classes;
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, false);
+    if (end_to_end && (plan.path == RowPath::kOwn || plan.path == RowPath::kTile)) {
+      if (plan.rows_per_tile > kBlock) plan.rows_per_tile = kBlock;
+      plan = finish_row_plan(plan, args.rows);
+      const auto launch_tiles = [&](auto values) {
+        return launch(smoothed_focal_backward_tile_kernel<Scalar, gamma(), values()>, plan.grid, kBlock, stream, args,
+                      plan, ClassDivider(args.classes));
+      };
+      if constexpr (sizeof(Scalar) == sizeof(uint16_t)) {
+        if (args.classes % 2 == 0) return launch_tiles(std::integral_constant<int, 2>());
+      }
+      return launch_tiles(std::integral_constant<int, 1>());
+    }
     return launch_backward(smoothed_focal_backward_kernel<Scalar, gamma()>, args, stream);
   });
 }

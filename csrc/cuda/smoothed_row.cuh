@@ -196,12 +196,19 @@ struct ClassOfRow {
   __device__ __forceinline__ bool is_likely() const { return p > kUnlikely<Real>; }
 };
 
+// The slope of a class with u = 1 - p and a finite l.
+template <int kGamma, typename Real>
+__device__ __forceinline__ Real slope_of_class(Real p, Real u, Real l, bool detached) {
+  if constexpr (kGamma == 0) return Real(1);
+  const Real lower = kGamma == 2 ? u : Real(1), pull = detached ? Real(0) : Real(kGamma);
+  return lower * (u + pull * (p * l));
+}
+
 // minus_log_p: l
 template <int kGamma, typename Real>
 __device__ __forceinline__ ClassOfRow<Real> class_of_row(Real p, Real u, Real minus_log_p, bool detached) {
-  if constexpr (kGamma == 0) return {p, u, {minus_log_p, Real(1)}};
-  const Real lower = kGamma == 2 ? u : Real(1), pull = detached ? Real(0) : Real(kGamma);
-  return {p, u, {lower * u * minus_log_p, lower * (u + pull * (p * finite_log(minus_log_p)))}};
+  const Real factor = kGamma == 0 ? Real(1) : kGamma == 1 ? u : u * u;
+  return {p, u, {factor * minus_log_p, slope_of_class<kGamma>(p, u, finite_log(minus_log_p), detached)}};
 }
 
 // The largest class, whose 1 - p may cancel. rest: the sum of e over all other classes, S - 1

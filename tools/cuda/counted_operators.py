@@ -155,7 +155,8 @@ def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], d
         # rows_per_tile_of_warps of row_in_registers.cuh
         return next(tile for tile in (32, 16, 8) if tile == 8 or rows // tile >= MAX_GRID // 8)
     if "tile" in kernel:
-        return library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False)))
+        of_plan = library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False)))
+        return min(of_plan, 256) if "smoothed_focal_backward" in kernel else of_plan
     return rows_of_lanes(classes, dtype)
 
 
