@@ -244,6 +244,7 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
 template <int kValues = 1, typename Scalar, typename Gradient, typename At>
 __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* logits, int rows, int classes,
                                                     const ClassDivider& divide, const Gradient* gradients, At at) {
+  using Real = compute_t<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>;
   constexpr int kUnroll = 4;
   const int thread = static_cast<int>(threadIdx.x);
@@ -280,7 +281,8 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
   }
   const int rest = vectors * kSize + thread;
   if (rest < count) {
-    grad[rest] = at(gradients[divide(rest)], load_as_compute(logits[rest]));
+    const Real z = load_as_compute(logits[rest]);
+    grad[rest] = at(gradients[divide(rest)], z);
   }
   __syncthreads();  // before the elements of the targets are overwritten
   if (thread < rows && gradients[thread].target >= 0) {

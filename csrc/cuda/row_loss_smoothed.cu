@@ -109,6 +109,17 @@ __global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_registers_ke
   sum_over_grid(totals, loss_sum, static_cast<double>(live), threadIdx.x < kWarp);
 }
 
+// A row of adjacent classes that one thread finishes, where its logits are in a tile.
+template <typename Scalar>
+__device__ __forceinline__ Row<Scalar> short_row(const RowLossArgs<Scalar>& args, int64_t number,
+                                                 const Scalar* logits) {
+  Row<Scalar> row = {number, logits, 1, static_cast<int>(args.classes)};
+  const int label = as_class(args, args.labels[number]);
+  row.label = label;
+  row.is_live = label >= 0;
+  return row;
+}
+
 // The same for short rows: a thread, or lanes, take a row of a tile in shared memory, and a thread finishes it.
 // kValues: classes that are loaded at once
 template <typename Scalar, int kGamma, int kValues, bool kHasLanes>
@@ -141,10 +152,7 @@ __global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_
       __syncthreads();
     }
     const auto finish = [&](int r) {
-      Row<Scalar> row = {of_tile.first + r, tile + r * classes, 1, classes};
-      const int label = as_class(args, args.labels[row.row]);
-      row.label = label;
-      row.is_live = label >= 0;
+      const auto row = short_row(args, of_tile.first + r, tile + r * classes);
       SmoothedNumbers numbers;
       if constexpr (kHasLanes) {
         numbers = kept[r];
@@ -278,16 +286,15 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
     const Scalar* logits = of_tile.of(args.logits, classes);
     __syncthreads();  // all threads have read the gradients of the previous tile
     if (thread < of_tile.rows) {
-      Row<Scalar> row = {of_tile.first + thread, logits + thread * classes, 1, classes};
-      row.label = as_class(args, args.labels[row.row]);
-      row.is_live = row.label >= 0;
+      const auto row = short_row(args, of_tile.first + thread, logits + thread * classes);
       gradients[thread] = smoothed_gradient<kGamma>(args, row, share);
     }
     __syncthreads();
-    write_tile_gradient<kValues>(of_tile.of(args.grad_logits, classes), logits, of_tile.rows, classes, divide, gradients,
-                        [&](const auto& gradient, Real z) {
-                          return Store<Scalar>::from_compute(gradient.template at<kGamma>(z, args.detach_modulation));
-                        });
+    write_tile_gradient<kValues>(
+        of_tile.of(args.grad_logits, classes), logits, of_tile.rows, classes, divide, gradients,
+        [&](const auto& gradient, Real z) {
+          return Store<Scalar>::from_compute(gradient.template at<kGamma>(z, args.detach_modulation));
+        });
   }
 }
 

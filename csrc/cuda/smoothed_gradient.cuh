@@ -34,8 +34,9 @@ struct alignas(4 * sizeof(Real)) SmoothedGradient {
 };
 
 template <int kGamma, typename Scalar>
-__device__ __forceinline__ SmoothedGradient<compute_t<Scalar>> smoothed_gradient(
-    const RowLossBackward<Scalar>& args, const Row<Scalar>& row, compute_t<Scalar> share) {
+__device__ __forceinline__ SmoothedGradient<compute_t<Scalar>> smoothed_gradient(const RowLossBackward<Scalar>& args,
+                                                                                 const Row<Scalar>& row,
+                                                                                 compute_t<Scalar> share) {
   using Real = compute_t<Scalar>;
   // A row that does not count has a zero gradient, even where its logits are infinite or NaN.
   const Real given = row.is_live ? upstream(args, row.row) : Real(0);

@@ -5,7 +5,7 @@ of it that a warp or the block reads twice.
 import pytest
 import torch
 
-from tools.cuda.cases.blind_spots import most_blocks
+from tools.cuda.cases.blind_spots import most_blocks, off_boundary
 from tools.cuda.cases.common import NARROW
 from tools.cuda.cases.focal_loss import check_focal_loss, run_focal_loss
 
@@ -109,6 +109,16 @@ def test_short_smoothed_rows(library, dtype, first):
             check_focal_loss(library, logits, labels_for(logits), gamma, label_smoothing=0.1)
 
 
+# Short rows whose gradient has gaps, or begins beside a vector, which other kernels write.
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("classes", [10, 100])
+def test_gradients_of_short_smoothed_rows_with_gaps(library, dtype, classes):
+    logits = (3 * torch.randn(70, classes)).to(dtype)
+    with_gaps = torch.empty(70, classes + 8, dtype=dtype)[:, :classes]
+    for grad_like in (with_gaps, off_boundary(70, classes, dtype, 1)):
+        check_focal_loss(library, logits, labels_for(logits), 2.0, label_smoothing=0.1, grad_like=grad_like)
+
+
 # Ties of the largest class in one lane and in several, the largest logit far from zero, classes far below it, confident
 # rows whose other classes are smaller than the rounding error of 1.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
@@ -160,17 +170,21 @@ def test_masked_classes_of_smoothed_rows(library, classes):
         check_focal_loss(library, logits, target, gamma, label_smoothing=0.8, reduction="none")
 
 
-# A NaN makes its row NaN, an infinite logit too; an impossible class has an infinite loss.
+# A NaN makes its row NaN, an infinite logit too; an impossible class has an infinite loss. With any of them, the
+# gradient of an ignored row is zero.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 @pytest.mark.parametrize("classes", [6, 16, 100, 400, 760, 1030, 4400])
 def test_infinite_logits_of_smoothed_rows(library, dtype, classes):
     logits = torch.randn(4, classes).to(dtype)
-    target = torch.zeros(4, dtype=torch.int64)
+    target = torch.tensor([0, -100, 0, 0])
     for value, is_expected in ((float("nan"), torch.isnan), (torch.inf, torch.isnan), (-torch.inf, torch.isinf)):
         for place in (0, classes // 2, classes - 1):
             rows = logits.clone()
-            rows[2, place] = value
-            loss = run_focal_loss(
+            rows[1:3, place] = value
+            result = run_focal_loss(
                 library, rows, target, GAMMAS[place % 3], torch.ones(4), reduction="none", label_smoothing=0.1
-            )["loss"]
-            assert is_expected(loss[2]) and loss[[0, 1, 3]].isfinite().all()
+            )
+            loss, grad = result["loss"], result["grad_logits"]
+            assert is_expected(loss[2]) and loss[[0, 3]].isfinite().all() and loss[1] == 0
+            assert grad[[0, 3]].isfinite().all() and (grad[1] == 0).all()
+            assert (grad[2].isfinite() if value == -torch.inf else grad[2].isnan()).all()

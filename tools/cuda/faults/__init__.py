@@ -1,9 +1,10 @@
 """The planted faults by kernel, and the redundant ones, which no case can detect."""
 
-from tools.cuda.faults import calibration, focal_loss, row_loss, sigmoid_loss, spline
+from tools.cuda.faults import calibration, focal_loss, row_loss, sigmoid_loss, soft_focal, spline
 from tools.cuda.faults.fault import Fault as Fault
 
-FAULTS = [*focal_loss.FAULTS, *row_loss.FAULTS, *sigmoid_loss.FAULTS, *calibration.FAULTS, *spline.FAULTS]
+MODULES = (focal_loss, row_loss, soft_focal, sigmoid_loss, calibration, spline)
+FAULTS = [fault for module in MODULES for fault in module.FAULTS]
 
 # Name of a fault -> why no result can depend on it.
 REDUNDANT = {
