@@ -1,8 +1,9 @@
 // The focal loss with label smoothing for gamma = 0, 1 or 2 and without class weights, in any of the layouts that
 // RowLayout describes, as row_loss_shared.cu has it for shares of every class. One read of the logits forward
-// (smoothed_row.cuh), also with the statistics of the rows, one backward. Rows of adjacent classes of at most 32 bits
-// have forward kernels of their own (smoothed_numbers.cuh): they lie in a warp's registers or in a tile of shared
-// memory, or are read twice (smoothed_twice.cuh). Short rows that do not lie end to end have none.
+// (smoothed_row.cuh), also with the statistics of the rows, one backward (smoothed_gradient.cuh). Rows of adjacent
+// classes of at most 32 bits have forward kernels of their own (smoothed_numbers.cuh): they lie in a warp's registers
+// or in a tile of shared memory, or are read twice (smoothed_twice.cuh). Short rows lie in a tile only if they have no
+// gaps; then the backward pass reads and writes a tile as one run of vectors.
 //
 // A row saves its largest logit, log S, and the sum of the slopes of all classes but the likely one, each times its
 // share. The likely class is the one, if any, with more than about half of the probability (row_loss_soft.cu).
@@ -255,7 +256,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
     const int64_t stride = args.grad_layout.class_stride;
     const auto gradient = smoothed_gradient<kGamma>(args, row, share);
     const RowWriter<Scalar> writer(row, grad, stride);
-    row.is_live = true;  // the others are written, too
+    row.is_live = true;  // each_class visits no other rows; all are written
     each_class(row, [&](const auto& values, int first, int step) {
       constexpr int count = kCount<decltype(values)>;
       Scalar result[count];

@@ -21,7 +21,7 @@ struct alignas(4 * sizeof(Real)) SmoothedGradient {
   Real at_target;
   int target;  // the label, or kIgnored, kOutOfRange
 
-  // z: the logit of any class but the label. A NaN is in of_p already.
+  // z: the logit of any class but the label. If the row has a NaN, of_p is NaN.
   template <int kGamma>
   __device__ __forceinline__ Real at(Real z, bool detached) const {
     const Real log_p = fmax((z - max) - log_s, kLeast), p = quick_exponential(log_p);
