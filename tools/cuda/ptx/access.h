@@ -127,30 +127,34 @@ struct Access : Threads {
     }
     return best;
   }
-  void mark_defined(const Instr& in, u8* where, u32 size, bool undefined) {
-    if (in.space == SHARED) {
-      memset(b->shared_undefined.data() + (where - b->shared.data()), undefined ? 1 : 0, size);
-      return;
-    }
+  // One byte for each byte of shared or global memory from `where` on: 1 if it was never written. Null if none of
+  // the allocation is tracked.
+  u8* undefined_at(const Instr& in, const u8* where) {
+    if (in.space == SHARED) return b->shared_undefined.data() + (where - b->shared.data());
     Allocation* a = find_allocation(reinterpret_cast<u64>(where));
-    if (!a->undefined.empty())
-      memset(a->undefined.data() + (reinterpret_cast<u64>(where) - a->base), undefined ? 1 : 0, size);
+    return a->undefined.empty() ? nullptr : a->undefined.data() + (reinterpret_cast<u64>(where) - a->base);
+  }
+  void mark_defined(const Instr& in, u8* where, u32 size, bool undefined) {
+    if (u8* bytes = undefined_at(in, where)) memset(bytes, undefined ? 1 : 0, size);
   }
 
   void load(const Instr& in, u32 mask) {
     const u32 unit = static_cast<u32>(bytes_of(in.ty));
     const u32 size = unit * in.n;
     need_defined(in.a[0], mask, "an address");
-    u32 dm = mask;
+    u32 dm[] = {mask, mask, mask, mask};
+    static_assert(sizeof(dm) / sizeof(*dm) == sizeof(in.d) / sizeof(*in.d));
     for (int l = 0; l < kLanes; ++l) {
       if (!(mask >> l & 1)) continue;
       bool undefined = false;
       const u64 at = get(in.a[0], l) + static_cast<u64>(in.imm);
       const u8* from = locate(in, l, at, size, false, false, undefined);
-      if (undefined) dm &= ~(1u << l);
+      const u8* bytes = undefined ? undefined_at(in, from) : nullptr;
       for (int i = 0; i < in.n; ++i) {
+        const u32 first = static_cast<u32>(i) * unit;
+        if (bytes != nullptr && memchr(bytes + first, 1, unit) != nullptr) dm[i] &= ~(1u << l);
         u64 value = 0;
-        memcpy(&value, from + static_cast<u32>(i) * unit, unit);
+        memcpy(&value, from + first, unit);
         if (is_signed(in.ty) && unit < 8) {
           const int s = 64 - 8 * static_cast<int>(unit);
           value = static_cast<u64>(static_cast<i64>(value << s) >> s);
@@ -159,7 +163,7 @@ struct Access : Threads {
       }
     }
     for (int i = 0; i < in.n; ++i)
-      if (in.d[i] >= 0) set_def(in.d[i], mask, dm);
+      if (in.d[i] >= 0) set_def(in.d[i], mask, dm[i]);
   }
   void store(const Instr& in, u32 mask) {
     const u32 unit = static_cast<u32>(bytes_of(in.ty));
