@@ -285,7 +285,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
     const TileRows of_tile(plan, args.rows, t);
     const Scalar* logits = of_tile.of(args.logits, classes);
-    __syncthreads();  // all threads have read the gradients of the previous tile
+    // After the last barrier of the previous tile, a thread reads only the gradient that it wrote.
     if (thread < of_tile.rows) {
       const auto row = short_row(args, of_tile.first + thread, logits + thread * classes);
       gradients[thread] = smoothed_gradient<kGamma>(args, row, share);
