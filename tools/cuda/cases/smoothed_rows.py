@@ -5,6 +5,7 @@ of it that a warp or the block reads twice.
 import pytest
 import torch
 
+from focalkern import reference
 from tools.cuda.cases.blind_spots import most_blocks, off_boundary
 from tools.cuda.cases.common import NARROW
 from tools.cuda.cases.focal_loss import check_focal_loss, run_focal_loss
@@ -157,6 +158,21 @@ def test_digits_of_confident_smoothed_rows(library, dtype, classes):
         actual = run_focal_loss(library, logits, target, 2.0, torch.ones(5), reduction="none", label_smoothing=0.1)
         log_s = actual["saved"][5:10].double()
         torch.testing.assert_close(log_s, expected.exp().log1p(), rtol=1e-5, atol=0)
+
+
+# A confident row under weak smoothing: the gradient of its largest class is far smaller than the slope of that class.
+@pytest.mark.parametrize("classes", [6, 16, 100, 400, 760, 1030, 4400])
+def test_gradient_of_the_likely_class(library, classes):
+    logits = torch.randn(3, classes)
+    logits[:, 1] += 20
+    target = torch.tensor([1, 0, 1])
+    for gamma in GAMMAS:
+        actual = run_focal_loss(library, logits, target, gamma, torch.ones(3), reduction="none", label_smoothing=1e-6)[
+            "grad_logits"
+        ]
+        z = logits.double().requires_grad_()
+        reference.focal_loss(z, target, gamma, reduction="sum", label_smoothing=1e-6).backward()
+        torch.testing.assert_close(actual[:, 1].double(), z.grad[:, 1], rtol=1e-4, atol=0)
 
 
 # Masks of the least finite number under strong smoothing: the loss is large and finite.
