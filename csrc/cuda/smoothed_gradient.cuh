@@ -10,14 +10,13 @@
 namespace focalkern::cuda {
 
 // dL/dz_j = p_j (sum a) - a_j, where a_j is the slope of class j times its share. The label has a larger share, so its
-// value is written last.
+// value is written last. That of any other class is not small beside a_j, so nothing cancels, even if it is likely.
 template <typename Real>
 struct alignas(4 * sizeof(Real)) SmoothedGradient {
   Real max;  // infinite if the row does not count; then p is 0
   Real log_s;
   Real of_p;
   Real of_slope;
-  Real at_max;  // the value of the largest classes
   Real at_target;
   int target;  // the label, or kIgnored, kOutOfRange
 
@@ -25,8 +24,7 @@ struct alignas(4 * sizeof(Real)) SmoothedGradient {
   template <int kGamma>
   __device__ __forceinline__ Real at(Real z, bool detached) const {
     const Real log_p = fmax((z - max) - log_s, kLeast), p = quick_exponential(log_p);
-    const Real value = p * of_p - of_slope * slope_of_class<kGamma>(p, Real(1) - p, -log_p, detached);
-    return z == max ? at_max : value;
+    return p * of_p - of_slope * slope_of_class<kGamma>(p, Real(1) - p, -log_p, detached);
   }
 
  private:
@@ -42,7 +40,7 @@ __device__ __forceinline__ SmoothedGradient<compute_t<Scalar>> smoothed_gradient
   const Real given = row.is_live ? upstream(args, row.row) : Real(0);
   if (given == Real(0)) {
     const Real value = row.label == kOutOfRange ? kNaN<Real> : Real(0);
-    return {kInfinity<Real>, Real(0), value, Real(0), value, value, row.label};
+    return {kInfinity<Real>, Real(0), value, Real(0), value, row.label};
   }
   const Real max = args.saved[row.row], log_s = args.saved[args.rows + row.row];
   const Real others = args.saved[2 * args.rows + row.row];
@@ -50,17 +48,13 @@ __device__ __forceinline__ SmoothedGradient<compute_t<Scalar>> smoothed_gradient
   const Real likely_slope = special.likely_slope();
   const Real of_lse = given * lse_slope(args, row.row);
   const Real of_p = given * (others + likely_slope) + of_lse;
-  const auto value = [&](const ClassOfRow<Real>& of_class, Real its_share) {
-    return of_class.p * of_p - given * (its_share * of_class.terms.slope);
-  };
-  Real at_max = value(special.largest, share), at_label = value(special.label, share + special.of_label);
-  if (special.likely == max) {
+  const ClassOfRow<Real>& label = special.label;
+  Real at_target = label.p * of_p - given * ((share + special.of_label) * label.terms.slope);
+  if (special.label_is_likely) {
     // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
-    const Real p = special.largest.p, u = special.largest.u;
-    at_max = given * (p * others - u * likely_slope) + of_lse * p;
-    if (special.label_is_likely) at_label = at_max;
+    at_target = given * (label.p * others - label.u * likely_slope) + of_lse * label.p;
   }
-  return {max, log_s, of_p + (log_s - log_s), given * share, at_max, at_label, row.label};
+  return {max, log_s, of_p + (log_s - log_s), given * share, at_target, row.label};
 }
 
 }  // namespace focalkern::cuda

@@ -229,16 +229,10 @@ FAULTS = [
         1,
     ),
     Fault(
-        "the likely class of a smoothed row has the gradient of the others",
+        "the gradient of a likely label cancels",
         "smoothed_gradient.cuh",
-        "if (special.likely == max) {",
+        "if (special.label_is_likely) {",
         "if (false) {",
-    ),
-    Fault(
-        "the largest class of a smoothed row is one of the others",
-        "smoothed_gradient.cuh",
-        "z == max ? at_max : value",
-        "value",
     ),
     Fault(
         "classes of an ignored smoothed row have probabilities",
