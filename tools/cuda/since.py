@@ -63,11 +63,13 @@ def output(tool: str, *arguments: str | Path) -> str:
 
 
 def kernels_of(object_file: Path) -> dict[str, str]:
-    """The PTX of each kernel in an object, after what the file declares for all of them."""
+    """The PTX of each kernel in an object, after what the file declares for all of them, sorted. Without comments."""
     found = {}
     for ptx in re.findall(rb"\.version [^\0]*", object_file.read_bytes()):
-        declared, *kernels = plain(ptx.decode()).split(".entry ")
-        found.update({text[: text.index("(")]: declared + text for text in kernels})
+        code = re.sub(r"^\s*//.*\n", "", plain(ptx.decode()), flags=re.MULTILINE)
+        declared, *kernels = code.split(".entry ")
+        for_all = "\n".join(sorted(filter(None, declared.splitlines())))
+        found.update({text[: text.index("(")]: for_all + text for text in kernels})
     return found
 
 
