@@ -29,3 +29,18 @@ def test_a_changed_header_concerns_the_sources_that_include_it(tmp_path):
     assert since.changed_sources(before) == ["row_loss_shared.cu", "row_loss_smoothed.cu"]
     (before / "cuda/spline_map.cu").unlink()
     assert "spline_map.cu" in since.changed_sources(before)
+
+
+def test_ptx_is_compared_without_comments_and_order_of_declarations(tmp_path):
+    def kernels(declared, code):
+        path = tmp_path / "kernels.o"
+        path.write_bytes(
+            b"\0ELF\0" + (".version 9.0\n" + declared + f"\n.entry kernel(\n) {{ {code} }}\n").encode() + b"\0"
+        )
+        return since.kernels_of(path)
+
+    first, second = ".shared .b8 a[4];\n", ".shared .b8 b[4];\n"
+    before = kernels(first + "// c has been demoted\n\n" + second, "ret;")
+    assert kernels(second + first + "  // c has been demoted\n", "ret;") == before
+    assert kernels(first, "ret;") != before
+    assert kernels(first + second, "exit;") != before
