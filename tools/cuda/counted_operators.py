@@ -156,6 +156,7 @@ def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], d
         return next(tile for tile in (32, 16, 8) if tile == 8 or rows // tile >= MAX_GRID // 8)
     if "tile" in kernel:
         of_plan = library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False)))
+        # Backward, smoothed_focal_backward of row_loss_smoothed.cu gives each row of a tile a thread of its own.
         return min(of_plan, 256) if "smoothed_focal_backward" in kernel else of_plan
     return rows_of_lanes(classes, dtype)
 
