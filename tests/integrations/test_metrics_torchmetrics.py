@@ -124,7 +124,6 @@ def test_forward_returns_the_batch_and_keeps_the_rest():
         assert_close(metric.compute(), function(probs[:9], target[:9]))
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method:UserWarning")  # torchmetrics: before the first update
 @pytest.mark.parametrize(
     "metric",
     [ours.BrierScore(), ours.NegativeLogLikelihood(), ours.CalibrationError(), ours.ClasswiseCalibrationError(4)],
@@ -138,6 +137,7 @@ def test_a_reset_within_inference_mode_does_not_end_updates(metric):
     assert torch.equal(type(metric).compute(fill(metric, probs, target)), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The ``compute`` method:UserWarning")  # torchmetrics: before the first update
 def test_no_rows_are_nan():
     for metric in (
         *(ours.CalibrationError(estimator=estimator) for estimator in metrics.ESTIMATORS),
