@@ -58,23 +58,6 @@ if importlib.util.find_spec("torch") is None:  # installed with --no-deps
 
 from focalkern import bootstrap, losses, metrics, reference
 from focalkern._version import __version__ as __version__
-from focalkern.calibrators import (
-    AutoCalibrator,
-    CalibrationWarning,
-    FocalTemperatureScaling,
-    HistogramBinning,
-    IsotonicCalibration,
-    MultiLabelScaling,
-    RobustTemperatureScaling,
-    SplineScaling,
-    StructuredScaling,
-    TemperatureScaling,
-    Verdict,
-    fit_focal_temperatures,
-    fit_temperatures,
-    load_calibrator,
-    per_class_report,
-)
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.losses import (
     AdaFocalLoss,
@@ -119,9 +102,27 @@ from focalkern.ops.spline_map import spline_calibration_map
 from focalkern.streaming import CalibrationGridState
 
 if TYPE_CHECKING:  # __getattr__ has them at run time
+    from focalkern import calibrators as calibrators
     from focalkern import files as files
     from focalkern import plots as plots
     from focalkern import study as study
+    from focalkern.calibrators import (
+        AutoCalibrator,
+        CalibrationWarning,
+        FocalTemperatureScaling,
+        HistogramBinning,
+        IsotonicCalibration,
+        MultiLabelScaling,
+        RobustTemperatureScaling,
+        SplineScaling,
+        StructuredScaling,
+        TemperatureScaling,
+        Verdict,
+        fit_focal_temperatures,
+        fit_temperatures,
+        load_calibrator,
+        per_class_report,
+    )
     from focalkern.integrations.sklearn import CalibratedClassifier as CalibratedClassifier
     from focalkern.study import Study, Sweep, compare_calibrators
     from focalkern.study.sweep import sweep, sweep_one
@@ -204,7 +205,7 @@ __all__ = [
 
 
 # Loaded at their first use, because training needs none of them, and scikit-learn or matplotlib may be absent.
-_MODULES = ("files", "plots", "study")
+_MODULES = ("calibrators", "files", "plots", "study")
 _NAMES = {
     "CalibratedClassifier": "focalkern.integrations.sklearn",
     "Study": "focalkern.study",
@@ -222,6 +223,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"focalkern.{name}")
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
+    if name in _NAMES or name in __all__:
+        module = importlib.import_module(_NAMES.get(name, "focalkern.calibrators"))
+        globals()[name] = getattr(module, name)
+        return globals()[name]
     raise AttributeError(f"module 'focalkern' has no attribute {name!r}")

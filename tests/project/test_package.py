@@ -35,11 +35,13 @@ def test_import_adds_no_foreign_package():
     assert added - set(sys.stdlib_module_names) == {"focalkern"}
 
 
-def test_studies_and_files_are_loaded_at_their_first_use():
-    later = {"focalkern.study.sweep", "focalkern.files"}
+def test_calibrators_studies_and_files_are_loaded_at_their_first_use():
+    later = {"focalkern.calibrators", "focalkern.study.sweep", "focalkern.files"}
     assert not later & modules_after("import focalkern")
     assert later <= modules_after("import focalkern; focalkern.sweep; focalkern.files.read_sets")
     assert later <= modules_after("import focalkern; focalkern.study.Processes")
+    for name in ("TemperatureScaling", "calibrators.TemperatureScaling"):
+        assert later & modules_after(f"import focalkern; focalkern.{name}") == {"focalkern.calibrators"}
 
 
 def test_without_torch_the_import_says_so_in_one_line():
