@@ -62,6 +62,17 @@ __device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Sca
   return loss;
 }
 
+// A row of adjacent classes that one thread finishes, where its logits are in a tile.
+template <typename Scalar>
+__device__ __forceinline__ Row<Scalar> short_row(const RowLossArgs<Scalar>& args, int64_t number,
+                                                 const Scalar* logits) {
+  Row<Scalar> row = {number, logits, 1, static_cast<int>(args.classes)};
+  const int label = as_class(args, args.labels[number]);
+  row.label = label;
+  row.is_live = label >= 0;
+  return row;
+}
+
 template <typename Scalar, int kGamma>
 __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar>) void smoothed_focal_forward_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
@@ -108,17 +119,6 @@ __global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_registers_ke
         live += row.is_live;
       });
   sum_over_grid(totals, loss_sum, static_cast<double>(live), threadIdx.x < kWarp);
-}
-
-// A row of adjacent classes that one thread finishes, where its logits are in a tile.
-template <typename Scalar>
-__device__ __forceinline__ Row<Scalar> short_row(const RowLossArgs<Scalar>& args, int64_t number,
-                                                 const Scalar* logits) {
-  Row<Scalar> row = {number, logits, 1, static_cast<int>(args.classes)};
-  const int label = as_class(args, args.labels[number]);
-  row.label = label;
-  row.is_live = label >= 0;
-  return row;
 }
 
 // The same for short rows: a thread, or lanes, take a row of a tile in shared memory, and a thread finishes it.
