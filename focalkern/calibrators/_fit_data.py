@@ -184,7 +184,9 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
     raise ValueError(f"{name}: logits must have a logit above -inf in every row, got none at row {row}")
 
 
-def classes_misfit(name: str, shape: tuple[int, ...], n_classes: int, dense: bool) -> ValueError:
+def classes_misfit(
+    name: str, shape: tuple[int, ...], n_classes: int, dense: bool, argument: str = "logits"
+) -> ValueError:
     """The error of logits without the classes of fit in their place, with the remedy if one dimension may have them."""
     pixels = dense and len(shape) > 2
     expected = f"the {n_classes} classes of fit{' in dimension 1' if pixels else ''}"
@@ -192,8 +194,8 @@ def classes_misfit(name: str, shape: tuple[int, ...], n_classes: int, dense: boo
     if shape.count(n_classes) == 1:
         place = shape.index(n_classes)
         remedy = f"; move dimension {place} to {'dimension 1' if pixels else 'the end'}"
-        remedy = f"; {one_image('logits')}" if pixels and place == 0 else remedy
-    return ValueError(f"{name}: logits must have {expected}, got shape {list(shape)}{remedy}")
+        remedy = f"; {one_image(argument)}" if pixels and place == 0 else remedy
+    return ValueError(f"{name}: {argument} must have {expected}, got shape {list(shape)}{remedy}")
 
 
 def as_floating(name: str, input: Tensor) -> Tensor:

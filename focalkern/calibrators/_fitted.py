@@ -270,7 +270,7 @@ class Fitted(Parameters):
         """The module with the floor before it, for the layout of the input of ``fit``."""
         if self.input_floor_:
             module = FlooredInput(module, self.input_floor_, self.input_kind, one_logit=self.one_logit_)
-        return ClassAxis(module) if self.dense_ else module
+        return ClassAxis(module, self.n_classes_) if self.dense_ else module
 
     def _pairs(self, input: Tensor) -> Tensor:
         """Inputs [...] of class 1 as [..., 2] of both classes."""

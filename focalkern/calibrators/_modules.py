@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import flag, number, one_of
 from focalkern._types import INPUT_KINDS, InputKind
+from focalkern.calibrators._fit_data import classes_misfit
 from focalkern.calibrators._inputs import as_pairs, floored_input, traces
 from focalkern.calibrators._plain_map import plain_binary_map, plain_map
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
@@ -117,15 +118,28 @@ class CalibratedLogits(CalibratedLogProbs):
 
 
 class ClassAxis(torch.nn.Module):
-    """Applies a module for [..., C] to [N, C, d1, ...] with the classes in dimension 1; [N, C] is passed unchanged."""
+    """Applies a module for [..., C] to [N, C, d1, ...], with the classes in dimension 1; [N, C] and [C] are unchanged.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    Args:
+        module: maps logits or probabilities [..., C] to log-probabilities.
+        n_classes: C.
+    """
+
+    def __init__(self, module: torch.nn.Module, n_classes: int) -> None:
         super().__init__()
         self.module = module
+        self.n_classes = n_classes
 
     def forward(self, input: Tensor) -> Tensor:
-        result: Tensor = self.module(input.movedim(1, -1)).movedim(-1, 1)
+        """``input`` [N, C, d1, ...], floating point -> log-probabilities of its shape."""
+        place = 1 if input.dim() > 2 else -1
+        if not traces() and (input.dim() < 1 or input.shape[place] != self.n_classes):
+            raise classes_misfit("ClassAxis", tuple(input.shape), self.n_classes, dense=True, argument="input")
+        result: Tensor = self.module(input.movedim(place, -1)).movedim(-1, place)
         return result
+
+    def extra_repr(self) -> str:
+        return f"n_classes={self.n_classes}"
 
 
 class FlooredInput(torch.nn.Module):

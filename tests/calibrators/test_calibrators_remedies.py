@@ -82,3 +82,30 @@ def test_classes_in_another_dimension(convert, method, pixels, logits, words):
     expected = f"TemperatureScaling: logits must have the 3 classes of fit{words}"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         getattr(fitted, method)(convert(logits))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_module_has_the_error_of_its_calibrator(compiled):
+    fitted = fk.TemperatureScaling().fit_quietly(IMAGES, MAPS)
+    module = fitted.as_module()
+    torch.compiler.reset()
+    called = torch.compile(module, backend="aot_eager") if compiled else module
+    for logits in (IMAGES[0], IMAGES[:2].permute(0, 2, 3, 1), LOGITS.T, torch.zeros(2, 7)):
+        with pytest.raises(ValueError, match="must have the 3 classes of fit") as expected:
+            fitted.predict_log_proba(logits)
+        words = (
+            str(expected.value).replace("TemperatureScaling: logits", "ClassAxis: input").replace("logits[", "input[")
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+            called(logits)
+    for logits in (IMAGES, IMAGES[:1], LOGITS, LOGITS[0]):
+        assert torch.equal(called(logits), fitted.predict_log_proba(logits))
+
+
+def test_exports_of_pixels_leave_the_other_dimensions_open():
+    module = fk.TemperatureScaling().fit_quietly(IMAGES, MAPS).as_module()
+    with pytest.raises(ValueError, match=r"; for one image \[C, d1, \.\.\.\] pass input\[None\]$"):
+        torch.export.export(module, (IMAGES[0],))
+    batch, height, width = (torch.export.Dim(name) for name in ("batch", "height", "width"))
+    exported = torch.export.export(module, (IMAGES,), dynamic_shapes=({0: batch, 2: height, 3: width},)).module()
+    assert torch.equal(exported(IMAGES[:2, :, :3, :4]), module(IMAGES[:2, :, :3, :4]))
