@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, resource_tracker
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+from focalkern.files import Hint, InputError
 
 __all__ = ["LocalPool", "run_tasks"]
 
@@ -103,18 +106,18 @@ def _reason(error: BaseException | None) -> str:
     return f"its task failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
 
 
-def _no_start(reason: str) -> OSError:
-    return OSError(f"the worker processes do not start: {reason}; jobs=1 starts none")
+def _no_start(reason: str) -> InputError:
+    return InputError(f"the worker processes do not start: {reason}", hint=Hint("jobs", "1"))
 
 
 def _reason_of_no_start() -> str:
     """The likely reason why all workers die: what they import depends on how this program was started."""
     program = getattr(sys.modules["__main__"], "__file__", None)
-    if program is None:  # python -c, a console, a notebook
-        return "stderr has their own errors"
-    if not os.path.exists(program):
+    if program is not None and not os.path.exists(program):
         return f"{program} is no file; save the program as a script: {_SCRIPT}"
-    return _SCRIPT
+    # python -c, a console and a notebook have no program; the command's has the condition.
+    has_condition = program is None or "__main__" in Path(program).read_text(errors="replace")
+    return "stderr has their own errors" if has_condition else _SCRIPT
 
 
 class LocalPool(Executor):

@@ -75,8 +75,8 @@ def sweep(
 
     Raises:
         TypeError, ValueError: an invalid option; files that are no paths; both ``jobs`` and ``executor``.
-        InputError: a list that cannot be read.
-        OSError: the folder cannot be written; worker processes do not start.
+        InputError: a list that cannot be read; worker processes do not start.
+        OSError: the folder cannot be written.
 
     Example:
         >>> found = fk.sweep(["absent.npz"])

@@ -252,20 +252,31 @@ def test_a_pool_that_closes_its_pipe_during_a_call_is_replaced(monkeypatch, numb
         ("script.py", GUARD),
         ("-", f"<stdin> is no file; save the program as a script: {GUARD}"),
         ("-c", "stderr has their own errors"),
+        ("command.py", "stderr has their own errors"),
     ],
 )
 def test_workers_that_never_start_end_the_sweep(files, tmp_path, way, reason):
     """A script without the guard is imported by its own workers, which then call sweep themselves. Workers of stdin
-    have nothing to import; those of ``-c`` start, unless their Python is broken."""
+    have nothing to import; those of ``-c`` and of the command start, unless their Python is broken."""
     program = f"import focalkern as fk\nfk.sweep({files[:2]}, jobs=2)\n"
-    (tmp_path / "script.py").write_text(program)
-    if way == "-c":
+    if way == "command.py":
+        words = ["sweep", *files[:2], "--jobs", "2"]
+        program = (
+            f"import sys\nfrom focalkern.cli import main\nif __name__ == '__main__':\n    sys.exit(main({words}))\n"
+        )
+    if way in ("-c", "command.py"):
         program = f"import os\nos.environ['PYTHONHOME'] = '/absent'\n{program}"
+    (tmp_path / way).write_text(program)
     arguments = [way, program] if way == "-c" else [way]
     environment = {**os.environ, "PYTHONPATH": str(Path(fk.__file__).parents[1])}
     done = subprocess.run([sys.executable, *arguments], input=program, capture_output=True, text=True, env=environment)
-    assert done.returncode == 1
-    assert f"OSError: the worker processes do not start: {reason}; jobs=1 starts none" in done.stderr.splitlines()
+    expected = f"the worker processes do not start: {reason}; pass "
+    if way == "command.py":
+        assert done.returncode == 2
+        assert f"focalkern sweep: {expected}--jobs 1" in done.stderr.splitlines()
+    else:
+        assert done.returncode == 1
+        assert f"focalkern.files.errors.InputError: {expected}jobs=1" in done.stderr.splitlines()
 
 
 def test_jobs_beside_an_executor(files):
