@@ -1,9 +1,9 @@
 """The module of isotonic regression."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +31,6 @@ class IsotonicLogProbs(RowMap):
     points: Tensor
     values: Tensor
     _pieces: Tensor
-    _starts: Tensor
     _of_fit = ("points", "values")
 
     def __init__(
@@ -46,16 +45,12 @@ class IsotonicLogProbs(RowMap):
         self.epsilon = float(epsilon)
         self.input_kind = input_kind
         self.one_logit = one_logit
-        # All regressions have the length of the longest, at least two; the last value is repeated after the last point.
+        # All regressions have the length of the longest, at least two, by repeats of the last point. They are finite,
+        # so that averages of models have no NaN.
         longest = max(2, *(len(x) for x, _ in steps))
-        points = torch.full((len(steps), longest), math.inf, dtype=torch.float64)
-        values = torch.zeros_like(points)
-        for k, (x, y) in enumerate(steps):
-            points[k, : len(x)] = torch.as_tensor(x)
-            values[k, : len(y)] = torch.as_tensor(y)
-            values[k, len(y) :] = float(y[-1])
-        self.register_buffer("points", points)
-        self.register_buffer("values", values)
+        for place, name in enumerate(("points", "values")):
+            padded = [np.pad(step[place], (0, longest - len(step[place])), mode="edge") for step in steps]
+            self.register_buffer(name, torch.from_numpy(np.stack(padded)))
         self._cut()
 
     def _cut(self) -> None:
@@ -70,12 +65,10 @@ class IsotonicLogProbs(RowMap):
         low.copy_(torch.cat([self.points[:, :1], self.points], 1))
         first.copy_(torch.cat([mixed[:, :1], mixed], 1))
         width.fill_(1)
-        inner = self.points[:, 1:].isfinite()
-        width[:, 1:-1] = torch.where(inner, self.points.diff(), 1.0)
-        rise[:, 1:-1] = torch.where(inner, mixed.diff(), 0.0)
+        gaps = self.points.diff()
+        width[:, 1:-1] = torch.where(gaps > 0, gaps, 1.0)
+        rise[:, 1:-1] = mixed.diff()
         self.register_buffer("_pieces", pieces.flatten(0, 1), persistent=False)
-        starts = torch.arange(n_classes, device=pieces.device) * (longest + 1)
-        self.register_buffer("_starts", starts.unsqueeze(1), persistent=False)
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.epsilon], dtype=torch.float64)
@@ -93,7 +86,9 @@ class IsotonicLogProbs(RowMap):
             piece = (self.points.unsqueeze(1) < columns.unsqueeze(-1)).sum(-1)
         else:
             piece = torch.searchsorted(self.points, columns)
-        low, width, first, rise = self._pieces.index_select(0, (piece + self._starts).flatten()).unbind(-1)
+        # Not a buffer: an average of models in floating point may round a whole number down.
+        starts = torch.arange(0, len(self._pieces), self.points.shape[1] + 1, device=piece.device)
+        low, width, first, rise = self._pieces.index_select(0, (piece + starts.unsqueeze(1)).flatten()).unbind(-1)
         regressed = torch.addcmul(first, (columns.flatten() - low) / width, rise)
         regressed = regressed.view_as(columns).T.reshape(probs.shape)
         regressed = regressed.masked_fill(cannot_occur(wide, self.input_kind), 0.0)

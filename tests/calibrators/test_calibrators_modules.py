@@ -98,3 +98,16 @@ def test_a_state_whose_tensors_do_not_fit_together(name):
             with pytest.raises(RuntimeError, match="size mismatch for 1"):
                 model.load_state_dict({**state, key: state[key][..., :-1]})
     assert torch.equal(model(rows), expected)
+
+
+@pytest.mark.parametrize(
+    "averaging", [None, torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)], ids=["mean", "exponential"]
+)
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_averages_of_models_with_their_buffers(name, averaging):
+    model, rows = network(name)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=averaging, use_buffers=True)
+    for _ in range(3):
+        averaged.update_parameters(model)
+    assert all(bool(buffer.isfinite().all()) for buffer in averaged.buffers())
+    assert_close(averaged(rows), model(rows))
