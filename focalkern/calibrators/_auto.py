@@ -86,7 +86,6 @@ class AutoCalibrator(FitsBatches):
     """
 
     method = "auto"
-    _parameter_names = ("candidates", "criterion", "folds", "seed", "input_kind", "keep_predictions")
 
     chosen_: str
     calibrator_: Any

@@ -35,8 +35,8 @@ __all__ = ["Calibrator", "load_calibrator"]
 class Calibrator(Fitted):
     """Base class of all calibrators; a subclass defines the fit and the map.
 
-    A subclass defines ``method``, ``_parameter_names``, an ``__init__`` that only stores its arguments (scikit-learn's
-    convention), and the hooks at the end of this class and of :class:`Fitted`.
+    A subclass defines ``method``, an ``__init__`` that only stores its arguments (scikit-learn's convention), and the
+    hooks at the end of this class and of :class:`Fitted`.
     """
 
     _estimator_type = "classifier"  # for scikit-learn before 1.6

@@ -60,7 +60,7 @@ def to_document(calibrator: Fitted) -> dict[str, Any]:
         "method": calibrator.method,
         **({"input_floor": calibrator.input_floor_} if calibrator.input_floor_ else {}),
         **fitted,
-        "parameters": {key: _plain(key, value) for key, value in calibrator.get_params(deep=False).items()},
+        "parameters": _parameters_of(calibrator),
         "fit": {**data, **fit},
     }
 
@@ -71,13 +71,15 @@ def nested_document(calibrator: Fitted) -> dict[str, Any]:
     return {key: document[key] for key in document if key not in ("format", "format_version", "focalkern")}
 
 
+def _parameters_of(calibrator: Parameters) -> dict[str, Any]:
+    """The arguments of the class that ``load_calibrator`` makes, which may be a base class of the calibrator's."""
+    return {name: _plain(name, getattr(calibrator, name)) for name in BY_METHOD[calibrator.method]._defaults()}
+
+
 def _plain(name: str, value: Any) -> Any:
     """A parameter as a JSON value."""
     if isinstance(value, Parameters):
-        return {
-            "method": value.method,
-            "parameters": {key: _plain(key, nested) for key, nested in value.get_params(deep=False).items()},
-        }
+        return {"method": value.method, "parameters": _parameters_of(value)}
     if name in ("gammas", "temperatures") and value is not None:
         return list(as_numbers("save", name, value))
     return int(value) if name == "n_bins" else value
@@ -128,7 +130,7 @@ def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> 
 def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     """A calibrator, possibly nested in another one. It is fitted if the document has the key ``fit``."""
     cls = BY_METHOD[document["method"]]
-    parameters = {key: value for key, value in document["parameters"].items() if key in cls._parameter_names}
+    parameters = {key: value for key, value in document["parameters"].items() if key in cls._defaults()}
     for key, value in parameters.items():
         if isinstance(value, dict):
             parameters[key] = calibrator_from_json(value)

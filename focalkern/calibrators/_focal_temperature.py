@@ -83,7 +83,6 @@ class FocalTemperatureScaling(Scaling):
 
     method = "focal-temperature"
     _searches = ("grid", "line", "refine", *PROPER)
-    _parameter_names = ("search", "gammas", *Scaling._parameter_names[1:])
 
     gammas: Iterable[float] | Tensor | None
 

@@ -72,7 +72,6 @@ class HistogramBinning(Calibrator):
     """
 
     method = "histogram"
-    _parameter_names = ("n_bins", "binning", "scaling", "input_kind")
 
     edges_: np.ndarray[Any, np.dtype[np.float64]]
     counts_: np.ndarray[Any, np.dtype[np.int64]]

@@ -75,7 +75,6 @@ class IsotonicCalibration(Calibrator):
     """
 
     method = "isotonic"
-    _parameter_names = ("floor", "input_kind")
     _few_logits = math.inf  # scikit-learn takes one thread for most of the fit, and the blocks are small
 
     steps_: tuple[Steps, ...]

@@ -69,7 +69,6 @@ class MultiLabelScaling(Calibrator):
 
     method = "multi-label"
     _fewest_classes = 1
-    _parameter_names = ("scaling", "input_kind")
 
     gammas_: np.ndarray[Any, np.dtype[np.float64]]
     temperatures_: np.ndarray[Any, np.dtype[np.float64]]

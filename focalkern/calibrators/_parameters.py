@@ -1,5 +1,6 @@
 """Constructor arguments of a calibrator by scikit-learn's conventions, and their checks."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Self
 
@@ -14,11 +15,10 @@ __all__ = ["LOGITS", "Parameters", "as_numbers", "is_assumed", "kept_axis"]
 class Parameters:
     """The constructor arguments of a calibrator: read, changed, checked and printed.
 
-    A subclass has ``method``, ``_parameter_names`` and an ``__init__`` that only stores its arguments.
+    A subclass has ``method`` and an ``__init__`` that only stores its arguments.
     """
 
     method: ClassVar[str]
-    _parameter_names: ClassVar[tuple[str, ...]]
 
     input_kind: InputKind
 
@@ -37,7 +37,7 @@ class Parameters:
             >>> fk.TemperatureScaling(criterion="brier").get_params()["criterion"]
             'brier'
         """
-        params = {name: getattr(self, name) for name in self._parameter_names}
+        params = {name: getattr(self, name) for name in self._defaults()}
         if deep:
             for name, value in list(params.items()):
                 if isinstance(value, Parameters):
@@ -61,13 +61,12 @@ class Parameters:
             >>> calibrator.set_params(n_bins=10, scaling__criterion="brier").get_params()["scaling__criterion"]
             'brier'
         """
+        known = self._defaults()
         for name in params:
             first, _, rest = name.partition("__")
-            nested = getattr(self, first) if rest and first in self._parameter_names else None
-            if first not in self._parameter_names or (rest and not isinstance(nested, Parameters)):
-                raise ValueError(
-                    f"{type(self).__name__}: parameters are {', '.join(self._parameter_names)}, got {name!r}"
-                )
+            nested = getattr(self, first) if rest and first in known else None
+            if first not in known or (rest and not isinstance(nested, Parameters)):
+                raise ValueError(f"{type(self).__name__}: parameters are {', '.join(known)}, got {name!r}")
         # Nested arguments last: the same call may replace the nested calibrator.
         for name, value in sorted(params.items(), key=lambda item: "__" in item[0]):
             first, _, rest = name.partition("__")
@@ -81,12 +80,24 @@ class Parameters:
         params = self.get_params(deep=False)
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in params.items())})"
 
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        """The arguments of ``__init__`` and their defaults; those of the base class first if it takes ``**options``."""
+        found: dict[str, Any] = {}
+        for parent in cls.__mro__:
+            if "__init__" in vars(parent):
+                _, *parameters = inspect.signature(vars(parent)["__init__"]).parameters.values()
+                named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+                found = {each.name: each.default for each in named} | found
+                if all(each.kind != each.VAR_KEYWORD for each in parameters):
+                    break
+        return found
+
     def _check_parameters(self) -> None:
         self._check_option("input_kind", INPUT_KINDS)
-        if "floor" in self._parameter_names:
-            name, floor = type(self).__name__, self.get_params(deep=False)["floor"]
-            if isinstance(floor, bool) or not 0 <= number(name, "floor", floor) < 1:
-                raise ValueError(f"{name}: floor must be at least 0 and less than 1, got {short(floor)}")
+        name, floor = type(self).__name__, getattr(self, "floor", 0.0)
+        if isinstance(floor, bool) or not 0 <= number(name, "floor", floor) < 1:
+            raise ValueError(f"{name}: floor must be at least 0 and less than 1, got {short(floor)}")
 
     def _check_option(self, option: str, known: tuple[Any, ...]) -> None:
         value = getattr(self, option)
@@ -99,7 +110,7 @@ class Parameters:
 
     def _check_scaling(self, methods: tuple[str, ...], expected: str) -> None:
         """A parameter ``scaling``, a calibrator of one of these methods or None."""
-        name, scaling = type(self).__name__, self.get_params(deep=False)["scaling"]
+        name, scaling = type(self).__name__, getattr(self, "scaling", None)
         if scaling is None:
             return
         if not isinstance(scaling, Parameters) or scaling.method not in methods:

@@ -76,7 +76,6 @@ class RobustTemperatureScaling(FitsBatches):
     """
 
     method = "robust-temperature"
-    _parameter_names = ("input_kind",)
 
     temperature_: float
     floor_: float

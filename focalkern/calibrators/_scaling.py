@@ -47,17 +47,6 @@ __all__ = ["Scaling"]
 class Scaling(Calibrator):
     """Base of both scalings, which differ only in the gammas that they search."""
 
-    _parameter_names: ClassVar[tuple[str, ...]] = (
-        "search",
-        "temperatures",
-        "criterion",
-        "estimator",
-        "n_bins",
-        "widen",
-        "floor",
-        "input_kind",
-    )
-
     _searches: ClassVar[tuple[Search, ...]]
 
     search: Search | None

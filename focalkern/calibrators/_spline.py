@@ -99,7 +99,6 @@ class SplineScaling(FitsBatches):
     """
 
     method = "spline"
-    _parameter_names = ("kind", "keep_order", "penalty", "input_kind")
 
     temperature_: float
     floor_: float

@@ -92,7 +92,6 @@ class StructuredScaling(Calibrator):
     """
 
     method = "structured"
-    _parameter_names = ("kind", "focal", "penalty", "solver", "floor", "input_kind")
 
     temperature_: float
     weight_: np.ndarray[Any, np.dtype[np.float64]]

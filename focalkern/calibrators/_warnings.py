@@ -88,7 +88,7 @@ def few_by_weight(of: FitData) -> list[str]:
 
 def call_with_floor(calibrator: Parameters) -> str:
     """``TemperatureScaling(input_kind='probs', floor={})``: the parameters that are no defaults, and the floor."""
-    params, defaults = calibrator.get_params(deep=False), type(calibrator)().get_params(deep=False)
+    params, defaults = calibrator.get_params(deep=False), calibrator._defaults()
     params.pop("floor", None)
     words = [f"{name}={value!r}" for name, value in params.items() if repr(value) != repr(defaults[name])]
     return f"{type(calibrator).__name__}({', '.join([*words, 'floor={}'])})"

@@ -72,6 +72,41 @@ def test_independent_labels_are_cloned():
     assert copy.get_params()["scaling__search"] == "nll"
 
 
+class Named(TemperatureScaling):
+    """A user's calibrator, with its own arguments in front of those of its base class."""
+
+    def __init__(self, *, name="mine", **options):
+        super().__init__(**options)
+        self.name = name
+
+
+class Fixed(Named):
+    def __init__(self, note, criterion="brier"):
+        super().__init__(criterion=criterion)
+        self.note = note
+
+
+def test_arguments_of_a_subclass_are_cloned(tmp_path):
+    base = peer("sklearn.base")
+    for calibrator, added in ((Named(name="cat", floor=0.1), {"name": "cat"}), (Fixed(object), {"note": object})):
+        copy = base.clone(calibrator)
+        assert copy.get_params() == calibrator.get_params() == {**calibrator.get_params(), **added}
+        assert vars(copy) == vars(calibrator)
+        assert repr(copy.set_params(**dict.fromkeys(added, "b"))) == repr(calibrator).replace(
+            repr(*added.values()), "'b'"
+        )
+        copy.fit(*sample()).save(tmp_path / "calibrator.json")  # which has only the arguments of TemperatureScaling
+        assert TemperatureScaling.load(tmp_path / "calibrator.json").floor == calibrator.floor
+    assert list(Named().get_params()) == [*TemperatureScaling().get_params(), "name"]
+    assert list(Fixed("").get_params()) == ["note", "criterion"]
+
+
+def test_the_remedy_of_an_infinite_nll_has_the_arguments_of_a_subclass():
+    logits, labels = np.array([[-np.inf, 1.0], [2.0, -1.0]] * 9), [[1, 0], [0, 1]] * 9
+    with pytest.raises(ValueError, match=r"scaling=Fixed\(note='n', criterion='nll', floor=0\.\d+\) gives every"):
+        MultiLabelScaling(scaling=Fixed("n", criterion="nll")).fit(logits, labels)
+
+
 def test_names_of_classes(tmp_path):
     logits, target = sample()
     numbers = TemperatureScaling().fit(logits, target)
