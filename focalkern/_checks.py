@@ -50,6 +50,7 @@ __all__ = [
     "short",
     "smoothing",
     "target_misfit",
+    "without_class_dim",
 ]
 
 _LONGEST = 80
@@ -288,7 +289,7 @@ def target_misfit(
     elif found == shape:
         remedy = ONE_HOT if labels_only else SOFT_ONE_HOT
     else:
-        remedy = _without_class_dim(expected, found)
+        remedy = without_class_dim(expected, found)
     return ValueError(f"{op}: target must be {what}, got {found}{remedy and '; '}{remedy}")
 
 
@@ -305,13 +306,13 @@ def float_labels(input: Tensor, target: Tensor) -> str:
     """The remedy for a floating-point target in the shape of labels; empty for another shape."""
     shape, found, class_dim = list(input.shape), list(target.shape), min(input.dim() - 1, 1)
     expected = shape[:class_dim] + shape[class_dim + 1 :]
-    squeezed = "target" if found == expected else _without_class_dim(expected, found)
+    squeezed = "target" if found == expected else without_class_dim(expected, found)
     if not squeezed:
         return ""
     return f"; {ONE_LOGIT}" if shape[class_dim] == 1 else f"; labels are integers: {squeezed}.long()"
 
 
-def _without_class_dim(expected: list[int], found: list[int]) -> str:
+def without_class_dim(expected: list[int], found: list[int]) -> str:
     """The call that removes a dimension of size 1 from labels; empty if they have another shape."""
     if found == [*expected, 1]:
         return "target.squeeze(-1)"

@@ -8,7 +8,15 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern import fallback
-from focalkern._checks import label, number, reduction_code, reworded
+from focalkern._checks import (
+    float_labels,
+    label,
+    number,
+    one_image,
+    reduction_code,
+    reworded,
+    without_class_dim,
+)
 from focalkern._devices import autocast_is_on
 from focalkern._types import PLAIN_TENSORS, Reduction, ScoredTarget
 from focalkern.fallback.sigmoid_loss import check_scores
@@ -260,6 +268,26 @@ def element_loss(
         label(op, "ignore_index", ignore_index)
         parameters = dict(zip(_TENSORS.get(kind, ("gamma", "alpha")), (gamma, second), strict=False))
         raise reworded(op, error, input=input, target=target, weight=weight, **parameters) from None
+    except ValueError as error:
+        if not str(error).startswith((f"{op}: target must be the shape", f"{op}: target of labels must be")):
+            raise
+        names = ("target",) if scores is None else ("labels", "scores")
+        raise ValueError(f"{error}{_shape_remedy(input, target, names)}") from None
+
+
+def _shape_remedy(input: Tensor, target: Tensor, names: tuple[str, ...]) -> str:
+    """The remedy for a target whose shape does not fit; empty if none is likely. ``names`` are those of its tensors."""
+    shape, found = list(input.shape), list(target.shape)
+    if [size for size in shape if size != 1] == [size for size in found if size != 1]:
+        return "; pass target.view_as(input)"
+    if target.is_floating_point():
+        return float_labels(input, target)
+    if target.dtype == torch.bool:  # never labels
+        return ""
+    if len(shape) > 2 and found == shape[1:]:
+        return f"; {one_image('input', *names)}"
+    squeezed = without_class_dim(shape[:1] + shape[2:], found)
+    return squeezed and f"; pass {squeezed}"
 
 
 def _labels_and_scores(op: str, kind: int, target: Any) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """The module of the sigmoid focal loss: 300 digits, edges, errors."""
 
+import re
+
 import mpmath
 import oracle
 import pytest
@@ -9,6 +11,7 @@ from loss_cases import DTYPES, gradient
 from mpmath import mpf
 
 import focalkern as fk
+from focalkern.ops import _backend
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One logit per class
@@ -99,3 +102,44 @@ def test_sigmoid_focal_loss_alpha_none_and_labels_of_other_dtypes(device):
 def test_bad_batches_of_sigmoid_focal_loss(input, target, error, message):
     with pytest.raises(error, match="sigmoid_focal_loss: " + message):
         fk.sigmoid_focal_loss(input, target)
+
+
+@pytest.mark.parametrize("backend", ["kernels", "plain torch"])
+@pytest.mark.parametrize(
+    "loss", ["sigmoid_focal_loss", "asymmetric_loss", "quality_focal_loss", "varifocal_loss", "matchability_loss"]
+)
+@pytest.mark.parametrize(
+    ("shape", "target", "words", "mend"),
+    [
+        ((1, 3, 4, 5), torch.rand(3, 4, 5), "pass target.view_as(input)", lambda z, t: (z, t.view_as(z))),
+        ((3, 4, 5), torch.rand(1, 3, 4, 5), "pass target.view_as(input)", lambda z, t: (z, t.view_as(z))),
+        ((7,), torch.rand(7, 1), "pass target.view_as(input)", lambda z, t: (z, t.view_as(z))),
+        ((7, 1), torch.rand(7), "pass target.view_as(input)", lambda z, t: (z, t.view_as(z))),
+        (
+            (3, 4, 5),
+            torch.ones(4, 5).long(),
+            "for one image [C, d1, ...] pass input[None] and target[None]",
+            lambda z, t: (z[None], t[None]),
+        ),
+        ((7, 3), torch.ones(7, 1).long(), "pass target.squeeze(-1)", lambda z, t: (z, t.squeeze(-1))),
+        ((2, 3, 4), torch.ones(2, 1, 4).long(), "pass target.squeeze(1)", lambda z, t: (z, t.squeeze(1))),
+        ((7, 3), torch.ones(7), "labels are integers: target.long()", lambda z, t: (z, t.long())),
+        ((7, 3), torch.ones(4), "", None),
+        ((2, 3, 4), torch.ones(3, 4).bool(), "", None),
+    ],
+)
+def test_a_target_of_another_shape_is_told_what_fits(backend, loss, shape, target, words, mend, monkeypatch):
+    if backend == "plain torch":
+        monkeypatch.setattr(_backend, "_ON_CPU", False)
+    call, input = getattr(fk, loss), torch.zeros(shape)
+    got = f"got {list(target.shape)}{words and '; '}{words}"
+    with pytest.raises(ValueError, match=f"^{loss}: target .*{re.escape(got)}$"):
+        call(input, target)
+    assert mend is None or call(*mend(input, target)).isfinite().all()
+
+
+def test_labels_and_scores_of_one_image_are_told_to_be_a_batch():
+    input, labels, scores = torch.zeros(3, 4, 5), torch.ones(4, 5).long(), torch.rand(4, 5)
+    with pytest.raises(ValueError, match=r"pass input\[None\] and labels\[None\] and scores\[None\]$"):
+        fk.ia_bce_loss(input, (labels, scores))
+    assert fk.ia_bce_loss(input[None], (labels[None], scores[None])).isfinite().all()
