@@ -31,6 +31,10 @@ pytest.register_assert_rewrite("tools.cuda.cases")
 
 os.environ.pop("FOCALKERN_CACHE_MIB", None)  # read once per process; the tests expect its default
 
+# Processes that a test starts, in any folder, import the focalkern of this process.
+_package = Path(importlib.util.find_spec("focalkern").origin).absolute().parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(_package.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
 
 def cuda_skip_reason() -> str | None:
     if not torch.cuda.is_available():

@@ -11,7 +11,6 @@ import torch
 
 import focalkern as fk
 
-ROOT = Path(__file__).parents[2]
 Z, LABELS = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
 DENSE, SCORES = torch.rand(6, 3), torch.rand(6)
 X, HEAD = torch.randn(6, 4), torch.randn(3, 4)
@@ -85,7 +84,8 @@ def test_dtypes_without_arithmetic_are_told_which_have_it():
 @pytest.mark.kernels("stable")
 def test_plain_torch_has_the_same_words():
     code = "import test_dtype_names; print(*test_dtype_names.messages(), sep='\\n')"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(tests), str(tests / "ops")])
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path, "FOCALKERN_KERNELS": "0"},

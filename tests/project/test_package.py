@@ -27,6 +27,11 @@ def modules_after(code):
     return set(json.loads(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True).stdout))
 
 
+def test_processes_of_the_tests_import_the_focalkern_of_the_tests(tmp_path):
+    command = [sys.executable, "-c", "import focalkern; print(focalkern.__file__)"]
+    assert subprocess.check_output(command, cwd=tmp_path, text=True).strip() == fk.__file__
+
+
 def test_import_adds_no_foreign_package():
     """Plots, tables and progress bars are imported by the functions that need them."""
     added = {

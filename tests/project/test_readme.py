@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-import focalkern as fk
-
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -103,7 +101,6 @@ def test_example(page, line, code, folders, monkeypatch):
             [sys.executable, "-m", *shlex.split(code)],
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(fk.__file__).parents[1])},
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout

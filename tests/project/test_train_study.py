@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -86,7 +85,7 @@ run(data.load("digits"), {settings(digits)!r}, "adafocal", 0, pathlib.Path("seed
 """
     (tmp_path / "killed.py").write_text(script)
     # The package of this process comes before the source tree, whose module may be for another torch.
-    paths = os.pathsep.join([str(Path(fk.__file__).parents[1]), str(ROOT)])
+    paths = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
     done = subprocess.run(
         [sys.executable, "killed.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, timeout=300
     )

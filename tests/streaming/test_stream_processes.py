@@ -27,10 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def launch(*arguments, **variables):
-    import focalkern
-
-    paths = os.path.dirname(os.path.dirname(focalkern.__file__))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         env=environment,
