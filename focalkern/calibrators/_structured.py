@@ -1,5 +1,6 @@
 """Structured scaling: a temperature, then a regularised vector or matrix and an intercept, and the focal map on top."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -28,8 +29,9 @@ Solver = Literal["auto", "probmetrics", "lbfgs"]
 _STRUCTURES: tuple[Structure, ...] = get_args(Structure)
 _SOLVERS: tuple[Solver, ...] = get_args(Solver)
 
-# Numbers per block that is converted to float64.
+# Numbers per block of the sums of the search, and of the maps of rows, which need several copies of their block.
 _BLOCK = 1 << 22
+_MAP_BLOCK = 1 << 18
 
 # Bound for a file: a sum of numbers this large does not overflow in float32.
 _MOST_WEIGHT = 1e20
@@ -158,12 +160,12 @@ class StructuredScaling(Calibrator):
         fitted["_border"] = border
         fitted |= {"focal_gamma_": 0.0, "focal_temperature_": 1.0}
         module = StructuredLogProbs(temperature, fitted["epsilon_"], module_weight, bias, (0.0, 1.0), self.input_kind)
-        scores = module.scores(input.to(torch.float64))
+        scores = _mapped(module.scores, input)
         if self.focal:
             focal = minimize_focal(scores, target, "logits", "nll", weight)
             fitted["focal_gamma_"], fitted["focal_temperature_"] = focal.gamma, focal.temperature
             module.focal = (focal.gamma, focal.temperature)
-        log_probs = module.finished(scores, log=True)
+        log_probs = _mapped(functools.partial(module.finished, log=True), scores, out=scores)
         return {
             **fitted,
             "weight_": module.weight.cpu().numpy(),
@@ -211,7 +213,7 @@ class StructuredScaling(Calibrator):
         module = StructuredLogProbs(
             temperature, 1 / (n_rows + 1), identity, torch.zeros_like(ones), (0.0, 1.0), self.input_kind
         )
-        features = module.features(input.to(torch.float64))
+        features = _mapped(module.features, input)
         strength = float(self.penalty) * n_classes / n_rows
         penalties = torch.full(shape, strength * (n_classes - 1), dtype=torch.float64, device=input.device)
         if self.kind == "vector":
@@ -271,6 +273,15 @@ class StructuredScaling(Calibrator):
         return {**numbers, "weight_": weight, "bias_": bias, **done}
 
 
+def _mapped(function: Callable[[Tensor], Tensor], input: Tensor, out: Tensor | None = None) -> Tensor:
+    """``function`` of the rows [N, C] in float64, block by block; ``out`` may be the input."""
+    result = torch.empty_like(input, dtype=torch.float64) if out is None else out
+    rows = max(1, _MAP_BLOCK // input.shape[1])
+    for block, found in zip(input.split(rows), result.split(rows), strict=True):
+        found.copy_(function(block.to(torch.float64)))
+    return result
+
+
 def _regularised(
     features: Tensor,
     impossible: Tensor,
@@ -303,8 +314,9 @@ def _regularised(
         for x, mask, labels, part in zip(
             *(each.split(rows) for each in (features, impossible, target, share)), strict=True
         ):
-            scores = (x * weight if vector else x @ weight.T) + bias
-            log_probs = scores.masked_fill(mask, -torch.inf).log_softmax(-1)
+            scores = (x * weight if vector else x @ weight.T).add_(bias).masked_fill_(mask, -torch.inf)
+            log_probs = scores.log_softmax(-1)
+            del scores  # one block less in memory
             value = value - log_probs.gather(1, labels.unsqueeze(1)).squeeze(1) @ part
             # Softmax minus one-hot; all gradients are weighted sums of it.
             slope = log_probs.exp_()
