@@ -99,8 +99,7 @@ def as_candidates(
     )
     if changing and candidates is not None:
         raise ValueError(
-            f"candidates: {', '.join(changing)} may change predicted classes; leave them out, or set "
-            "keep_predictions=False"
+            f"candidates: {', '.join(changing)} may change predicted classes; leave out either them or keep_predictions"
         )
     return {name: candidate for name, candidate in made.items() if name not in changing}
 

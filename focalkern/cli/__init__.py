@@ -72,15 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except InputError as problem:
+    except (InputError, ValueError) as problem:
         return _fail(parsed.command, in_options(problem))
     except ImportError as error:
         package = error.name or ""
         if package in _EXTRA:  # all at once, because the next one would be the next error
             missing = [name for name in _EXTRA if name == package or importlib.util.find_spec(name) is None]
             return _fail(parsed.command, f"{package} is needed for this: pip install {' '.join(missing)}")
-        return _fail(parsed.command, str(error))
-    except ValueError as error:
         return _fail(parsed.command, str(error))
     except MemoryError:
         return _fail(parsed.command, "not enough memory")

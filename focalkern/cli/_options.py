@@ -5,6 +5,8 @@ import errno
 import json
 import math
 import os
+import re
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +24,7 @@ __all__ = [
     "add_ignore_index",
     "add_input_arguments",
     "add_storage_options",
+    "as_options",
     "at_least_one",
     "check_out",
     "check_out_folder",
@@ -39,14 +42,32 @@ __all__ = [
 
 Number = TypeVar("Number", int, float)
 
+_OPTIONS = {"resamples": "bootstrap"}  # the options with another name than their argument
+_WITH_OPTION = "criterion|ignore_index|input_kind|keep_predictions|labels_key|logits_key|n_bins|resamples"
+_PYTHON_ONLY = "floor|widen"
+_ARGUMENT = re.compile(rf"\b(?:({_WITH_OPTION})|(?<!in Python, )(?:{_PYTHON_ONLY}))=('[^']*'|-?[\w.]+)")
+
 
 def in_options(error: Exception) -> str:
     """The error in one line; hints name options of the command."""
-    return error._spelled(_option, between=" ") if isinstance(error, InputError) else str(error)
+    return error._spelled(_option, between=" ") if isinstance(error, InputError) else as_options(str(error))
 
 
 def _option(hint: Hint) -> str:
     return f"--{hint.argument.replace('_', '-')} {hint.value}"
+
+
+def as_options(text: str) -> str:
+    """The text with options of the command in place of arguments of functions."""
+    text = text.replace("kind='scalar'", "keep_predictions=True")  # the spline that a calibrator without options has
+    return _ARGUMENT.sub(_as_option, text)
+
+
+def _as_option(match: re.Match[str]) -> str:
+    if not match[1]:
+        return f"in Python, {match[0]}"
+    option, value = _OPTIONS.get(match[1], match[1]), match[2].strip("'")
+    return _option(Hint(option, shlex.quote(value))) if value != "True" else f"--{option.replace('_', '-')}"
 
 
 class OneOrMany(argparse.Action):

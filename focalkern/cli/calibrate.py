@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from focalkern.cli._notes import print_note
 from focalkern.cli._options import (
     OneOrMany,
     add_input_arguments,
+    as_options,
     at_least_one,
     check_out,
     check_out_folder,
@@ -313,10 +315,11 @@ def _write(
 def _show(
     arguments: argparse.Namespace, study: Study, document: dict[str, Any], criterion: Criterion, written: list[str]
 ) -> None:
+    verdict = replace(study.verdict, warnings=tuple(map(as_options, study.verdict.warnings)))
     if arguments.json:
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
-        print(study.verdict)
+        print(verdict)
         print()
         print(study.table(all=arguments.all))
         print()
@@ -325,10 +328,10 @@ def _show(
     # With --json, stdout must hold only JSON, so verdict and remarks go to stderr.
     said = sys.stderr if arguments.json else sys.stdout
     if arguments.json:
-        print(study.verdict, file=said)
+        print(verdict, file=said)
     # Like the table, without --all the notes leave out the ECE-optimal rows; the JSON has all rows.
     found = study.remarks if arguments.all or arguments.json else printed_remarks(study)
-    notes = [*study.verdict.notes(), *found]
+    notes = [*verdict.notes(), *found]
     if study.test is study.validation:
         notes.append("--test FILE or --split 0.5 provides a separate test set.")
     for note in notes:

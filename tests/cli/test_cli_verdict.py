@@ -14,6 +14,8 @@ from focalkern.calibrators import (
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 from cli_cases import INTERVALS, run_json
 
+from focalkern.cli._options import as_options
+
 both = cli_cases.both  # fixture
 single = cli_cases.single  # fixture
 
@@ -55,14 +57,52 @@ def test_a_forest_gets_a_calibrated_model(run, tmp_path):
     assert float(found.min()) > 0
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pass input_kind='probs'; of", "pass --input-kind probs; of"),
+        ("or input_kind=probs.", "or --input-kind probs."),
+        ("and keep_predictions=True is safer", "and --keep-predictions is safer"),
+        ("(a scaling, or kind='scalar')", "(a scaling, or --keep-predictions)"),
+        ("use fewer bins (n_bins=5).", "use fewer bins (--n-bins 5)."),
+        ("Pass resamples=200, or resamples=0", "Pass --bootstrap 200, or --bootstrap 0"),
+        ("criterion='nll' does not", "--criterion nll does not"),
+        ("pass ignore_index=-1", "pass --ignore-index -1"),
+        ("logits_key='*,!a b' takes", "--logits-key '*,!a b' takes"),
+        ("floor=0.0005 gives every", "in Python, floor=0.0005 gives every"),
+        ("widen=True extends the search", "in Python, widen=True extends the search"),
+        ("none with keep_predictions.", "none with keep_predictions."),
+        ("T = 2, gamma=1", "T = 2, gamma=1"),
+    ],
+)
+def test_words_of_the_command_are_its_options(text, expected):
+    assert as_options(text) == as_options(expected) == expected
+
+
+def test_notes_and_errors_name_options(run, tmp_path):
+    logits, labels = cli_cases.sample(400, 0)
+    np.savez(tmp_path / "scores.npz", logits=1 / (1 + np.exp(-logits)), labels=labels)
+    options = ("--bootstrap", "0", "--candidates")
+    out = " ".join(run("calibrate", tmp_path / "scores.npz", *options, "temperature")[1].split())
+    assert "pass --input-kind probs; of sigmoid scores pass the logits." in out
+    votes = np.exp(logits - logits.max(1, keepdims=True))
+    votes[:9] = np.eye(5)[(labels[:9] + 1) % 5]
+    np.savez(tmp_path / "votes.npz", probs=votes / votes.sum(1, keepdims=True), labels=labels)
+    out = " ".join(run("calibrate", tmp_path / "votes.npz", *options, "temperature,structured-vector")[1].split())
+    assert "probability 0: in Python, floor=" in out and "in Python, in Python" not in out
+    code, _, err = run("calibrate", tmp_path / "scores.npz", *options, "isotonic", "--keep-predictions")
+    assert (code, err.partition("; ")[2]) == (2, "leave out either them or keep_predictions\n")
+
+
 def test_a_column_without_a_label_begins_the_verdict(run, tmp_path):
     logits, labels = cli_cases.sample(400, 0)
     names = np.array(["ant", "bee", "cat", "dog", "eel"])
     rows = [f"{','.join(map(str, row))},0.5,{names[label]}\n" for row, label in zip(logits, labels, strict=True)]
     (tmp_path / "a.csv").write_text(f"{','.join(names)},light,label\n{''.join(rows)}")
     command = ("calibrate", tmp_path / "a.csv", "--split", "0.5", "--bootstrap", "0", "--candidates", "temperature")
-    words = "Check the data first: "
-    assert run(*command)[1].startswith(words) and "'light'" in run(*command)[1].partition("\nUse ")[0]
+    problem = " ".join(run(*command)[1].partition("\nUse ")[0].split())
+    assert problem.startswith("Check the data first: ")
+    assert problem.endswith("pass --logits-key '*,!light'; if it is, --logits-key '*' takes every column.")
     assert run(*command, "--logits-key", "ant,bee,cat,dog,eel")[1].startswith("Use temperature scaling")
 
 
