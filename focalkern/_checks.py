@@ -261,9 +261,9 @@ ONE_HOT = "for one-hot rows pass target.argmax(1)"
 SOFT_ONE_HOT = "one-hot rows are class probabilities: target.to(torch.float32)"
 
 
-def one_image(*names: str) -> str:
+def one_image(*names: str, verb: str = "pass") -> str:
     """The remedy for arguments of a single sample of pixels."""
-    return f"for one image [C, d1, ...] pass {' and '.join(f'{name}[None]' for name in names)}"
+    return f"for one image [C, d1, ...] {verb} {' and '.join(f'{name}[None]' for name in names)}"
 
 
 def target_misfit(

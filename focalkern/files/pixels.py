@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import flat_rows
+from focalkern._checks import one_image
 
 __all__ = [
     "PixelRows",
@@ -44,6 +45,8 @@ def label_misfit(shape: Sequence[int], found: Sequence[int], input_words: str, l
         remedy = "; logits must be [N, C]: save logits.T"
     elif len(shape) > 2 and tuple(found) == tuple(shape[:-1]):
         remedy = "; the classes must be axis 1: numpy.moveaxis(logits, -1, 1)"
+    elif len(shape) > 2 and tuple(found) == tuple(shape[1:]):
+        remedy = f"; {one_image('logits', 'labels', verb='save')}"
     elif tuple(found) == (shape[0], 1, *shape[2:]):
         remedy = "; save the labels without axis 1: labels[:, 0]"
     return (

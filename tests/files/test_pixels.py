@@ -244,6 +244,7 @@ SHAPES = "labels have the shape of the logits without axis 1"
         (LOGITS, LABELS[..., 0], {}, rf"\[N, d1, d2\] = \[12, 5, 4\] to go with .*found \[12, 5\]; {SHAPES}"),
         (LOGITS, LABELS[:, None], {}, r"found \[12, 1, 5, 4\]; save the labels without axis 1: labels\[:, 0\]"),
         (np.moveaxis(LOGITS, 1, -1), LABELS, {}, r"the classes must be axis 1: numpy.moveaxis\(logits, -1, 1\)"),
+        (LOGITS[0], LABELS[0], {}, r"for one image \[C, d1, \.\.\.\] save logits\[None\] and labels\[None\]$"),
         (LOGITS[:, :1], LABELS, {}, r"expected .*\[N, C, d1, \.\.\.\] with C >= 2 classes, found \[12, 1, 5, 4\]"),
         (LOGITS, LABELS, {}, r"expected class numbers from 0 to 2, found 255 in pixel \[0, .*; pass ignore_index=255"),
         (LOGITS, LABELS, {"ignore_index": -1}, r"found 255 in pixel \[0, "),
