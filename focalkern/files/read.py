@@ -25,7 +25,7 @@ from focalkern.files.paths import (
     open_file,
     suffix_of,
 )
-from focalkern.files.samples import LogitSet, check_input_kind, check_options, checked_set
+from focalkern.files.samples import LogitSet, check_input_kind, check_options, checked_set, no_names
 from focalkern.files.shards import open_shards
 from focalkern.files.tables import check_column_names, read_arrow, read_csv
 
@@ -148,7 +148,7 @@ def _read_file(
         raise InputError(source, f"no other file of labels, because a {suffix} file has them in it", labels)
     check_file(source)
     if suffix == ".npy" and (logits_key or labels_key):
-        raise InputError(source, "arrays or columns of a name for logits_key and labels_key", ".npy")
+        raise no_names(source)
     return _sets_in(source, {**readers, **tables}[suffix](source), **options)
 
 

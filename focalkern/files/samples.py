@@ -24,6 +24,7 @@ __all__ = [
     "check_rows",
     "checked_set",
     "label_numbers",
+    "no_names",
 ]
 
 _IGNORED = (-100, -1, 255)  # common labels of data sets for unlabelled samples
@@ -108,6 +109,11 @@ def check_options(
             f"{op}: storage_options must be a dict with names as keys, or None, got {short(storage_options)}"
         )
     return text
+
+
+def no_names(source: str) -> InputError:
+    """The error of a key for a .npy file, whose array has no name."""
+    return InputError(source, "named arrays or columns to go with a key", ".npy; leave out the key")
 
 
 def check_input_kind(

@@ -28,7 +28,7 @@ from focalkern.files.paths import (
     suffix_of,
 )
 from focalkern.files.pixels import PixelRows, class_misfit, label_misfit
-from focalkern.files.samples import check_input_kind, check_options, check_rows
+from focalkern.files.samples import check_input_kind, check_options, check_rows, no_names
 
 __all__ = [
     "LOOK",
@@ -161,7 +161,7 @@ def open_shards(
         found = [_shards_by_name(name, suffix, input_kind, logits_key, labels_key, ignore_index) for name in names]
     elif suffixes == {".npy"}:
         if logits_key or labels_key:
-            raise InputError(path, "arrays of a name for logits_key and labels_key", ".npy")
+            raise no_names(path)
         found = [{"": shard} for shard in _npy_shards(path, names, labels, input_kind, ignore_index)]
     else:
         raise InputError(

@@ -259,8 +259,10 @@ def test_keys_of_arrays(tmp_path):
         read_sets(tmp_path / "b.npz")
     np.save(tmp_path / "logits.npy", LOGITS)
     np.save(tmp_path / "labels.npy", LABELS)
-    with pytest.raises(InputError, match="expected arrays or columns of a name for logits_key and labels_key, found"):
-        read_sets(tmp_path / "logits.npy", logits_key="a")
+    words = r"expected named arrays or columns to go with a key, found \.npy; leave out the key$"
+    for read in (read_sets, fk.study.stream_sets):
+        with pytest.raises(InputError, match=words):
+            read(tmp_path / "logits.npy", logits_key="a")
 
 
 def test_frames_are_read_by_their_columns_everywhere():
