@@ -1,6 +1,7 @@
 """The base of all calibrators: fit, save, load, and the hooks of a subclass."""
 
 import contextlib
+import copy
 import json
 import os
 import threading
@@ -30,6 +31,9 @@ from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._warnings import warn
 
 __all__ = ["Calibrator", "load_calibrator"]
+
+# The arguments of a method that scikit-learn's metadata routing may pass.
+_METADATA = {"fit": ("sample_weight", "ignore_index"), "score": ("sample_weight",)}
 
 
 class Calibrator(Fitted):
@@ -269,6 +273,61 @@ class Calibrator(Fitted):
             classifier_tags=ClassifierTags(),
             input_tags=InputTags(one_d_array=True),
         )
+
+    def get_metadata_routing(self) -> Any:
+        """The requests of ``fit`` and ``score``, which scikit-learn reads if its metadata routing is enabled.
+
+        Returns:
+            A ``sklearn.utils.metadata_routing.MetadataRequest``.
+        """
+        from sklearn.utils.metadata_routing import MetadataRequest  # only scikit-learn's users call this
+
+        known = getattr(self, "_metadata_request", None)  # scikit-learn's name: its clone copies the attribute
+        if known is not None:
+            return copy.deepcopy(known)
+        request = MetadataRequest(owner=type(self).__name__)
+        for method, names in _METADATA.items():
+            for name in names:
+                getattr(request, method).add_request(param=name, alias=None)
+        return request
+
+    def set_fit_request(self, **requests: bool | str | None) -> Self:
+        """Request arguments of ``fit`` from pipelines and searches of scikit-learn whose metadata routing is enabled.
+
+        Args:
+            **requests: ``sample_weight`` or ``ignore_index``: True to get it, a string for its name in the caller,
+                False to ignore it, None to raise if the caller has it.
+
+        Returns:
+            The calibrator itself.
+
+        Raises:
+            TypeError: a name that ``fit`` does not have.
+        """
+        return self._set_request("fit", requests)
+
+    def set_score_request(self, **requests: bool | str | None) -> Self:
+        """Request arguments of ``score``, as :meth:`set_fit_request` those of ``fit``.
+
+        Args:
+            **requests: ``sample_weight``, as in :meth:`set_fit_request`.
+
+        Returns:
+            The calibrator itself.
+
+        Raises:
+            TypeError: a name that ``score`` does not have.
+        """
+        return self._set_request("score", requests)
+
+    def _set_request(self, method: str, requests: Mapping[str, bool | str | None]) -> Self:
+        request, known = self.get_metadata_routing(), _METADATA[method]
+        for name, alias in requests.items():
+            if name not in known:
+                raise TypeError(f"{type(self).__name__}: arguments of {method} are {', '.join(known)}, got {name!r}")
+            getattr(request, method).add_request(param=name, alias=alias)
+        self._metadata_request = request
+        return self
 
     def _document(self) -> dict[str, Any]:
         return to_document(self)

@@ -1,10 +1,19 @@
 """Calibrators in scikit-learn's tools."""
 
+import pickle
+import warnings
+
 import numpy as np
 import pytest
 from conftest import peer
 
-from focalkern.calibrators import FocalTemperatureScaling, HistogramBinning, MultiLabelScaling, TemperatureScaling
+from focalkern.calibrators import (
+    CalibrationWarning,
+    FocalTemperatureScaling,
+    HistogramBinning,
+    MultiLabelScaling,
+    TemperatureScaling,
+)
 
 NAMES = np.array(["ape", "bee", "cat"])
 CALIBRATORS = [
@@ -105,6 +114,32 @@ def test_the_remedy_of_an_infinite_nll_has_the_arguments_of_a_subclass():
     logits, labels = np.array([[-np.inf, 1.0], [2.0, -1.0]] * 9), [[1, 0], [0, 1]] * 9
     with pytest.raises(ValueError, match=r"scaling=Fixed\(note='n', criterion='nll', floor=0\.\d+\) gives every"):
         MultiLabelScaling(scaling=Fixed("n", criterion="nll")).fit(logits, labels)
+
+
+@pytest.mark.parametrize("calibrator", [*CALIBRATORS, MultiLabelScaling()], ids=lambda made: type(made).__name__)
+def test_metadata_routing(calibrator):
+    sklearn, selection = peer("sklearn"), peer("sklearn.model_selection")
+    base, pipeline = peer("sklearn.base"), peer("sklearn.pipeline")
+    logits, target = sample()
+    y = np.eye(3, dtype=int)[target] if isinstance(calibrator, MultiLabelScaling) else target
+    weight = np.random.default_rng(1).random(300)
+    with sklearn.config_context(enable_metadata_routing=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        plain = pipeline.make_pipeline(base.clone(calibrator)).fit(logits, y)
+        assert plain.score(logits, y) == calibrator.fit(logits, y).score(logits, y)
+        with pytest.raises(ValueError, match="sample_weight"):
+            plain.fit(logits, y, sample_weight=weight)
+        asks = base.clone(calibrator).set_fit_request(sample_weight="w").set_score_request(sample_weight=True)
+        pipe = base.clone(pipeline.make_pipeline(asks)).fit(logits, y, w=weight)
+        expected = base.clone(calibrator).fit(logits, y, weight)
+        assert np.array_equal(pipe.predict_proba(logits), expected.predict_proba(logits))
+        assert pipe.score(logits, y, sample_weight=weight) == expected.score(logits, y, weight)
+        scores = selection.cross_validate(asks, logits, y, cv=2, params={"sample_weight": weight, "w": weight})
+        assert len(scores["test_score"]) == 2
+        loaded = pickle.loads(pickle.dumps(asks))
+        assert loaded.get_metadata_routing().fit.requests == asks.get_metadata_routing().fit.requests
+    with pytest.raises(TypeError, match=r": arguments of fit are sample_weight, ignore_index, got 'weight'$"):
+        asks.set_fit_request(weight=True)
 
 
 def test_names_of_classes(tmp_path):
