@@ -41,6 +41,8 @@ ROW_LOSS = [
     ("focal", "bfloat16", (16896, 100), " smooth"), ("focal", "bfloat16", (512, 32000), " smooth"),
     ("focal", "float32", (16896, 400), " smooth"),
     ("focal", "float32", (16896, 1000), " probabilities"), ("focal", "bfloat16", (16896, 1000), " probabilities"),
+    ("focal", "float32", (16896, 100), " probabilities"), ("focal", "bfloat16", (16896, 100), " probabilities"),
+    ("focal", "float32", (135168, 10), " probabilities"), ("focal", "bfloat16", (135168, 10), " probabilities"),
 ]  # fmt: skip
 # Targets of the type of the logits, hard or soft; a label for each row; or a label for each pixel of 128 images. The
 # sizes give several rounds of the grid.
@@ -145,7 +147,8 @@ def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Co
         library.ptxrun_set(b"only_blocks", c_int64(0))
         for name, code in codes.items():
             some = taken_by(blocks, rows, rows_of_a_block(library, name, (rows, classes), dtype))
-            moved = some * (classes * dtype.itemsize * (soft + (2 if "backward" in name else 1)) + 20)
+            of_row = 12 if soft else 20  # three saved numbers, and the label
+            moved = some * (classes * dtype.itemsize * (soft + (2 if "backward" in name else 1)) + of_row)
             yield Count(case, short(name), **count(code, some * classes, moved))
 
 
@@ -156,8 +159,9 @@ def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], d
         return next(tile for tile in (32, 16, 8) if tile == 8 or rows // tile >= MAX_GRID // 8)
     if "tile" in kernel:
         of_plan = library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False)))
-        # Backward, smoothed_focal_backward of row_loss_smoothed.cu gives each row of a tile a thread of its own.
-        return min(of_plan, 256) if "smoothed_focal_backward" in kernel else of_plan
+        # In these kernels (row_loss_smoothed.cu, row_loss_shared.cu) each row of a tile has a thread of its own.
+        has_thread = "smoothed_focal_backward" in kernel or "shared_focal" in kernel
+        return min(of_plan, 256) if has_thread else of_plan
     return rows_of_lanes(classes, dtype)
 
 
