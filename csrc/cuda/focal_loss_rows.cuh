@@ -300,7 +300,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
     if constexpr (path == RowPath::kTile) {
       write_tile_gradient(args.grad_logits + first * classes, args.logits + first * classes, rows, classes,
                           geometry.classes, gradients,
-                          [](const auto& gradient, Real z) { return gradient_at<Scalar>(gradient, z); });
+                          [](const auto& gradient, Real z, Real) { return gradient_at<Scalar>(gradient, z); });
     } else {
       constexpr bool kPixels = path == RowPath::kPixels;
       const int warp = thread / kWarp;

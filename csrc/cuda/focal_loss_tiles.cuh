@@ -238,37 +238,58 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
   sum_over_grid(reduction, loss_sum, weight_sum, thread < plan.rows_per_tile || thread < kWarp);
 }
 
+// The shares of write_tile_gradient for a loss whose classes have no shares of their own.
+template <typename Scalar>
+struct NoShares {
+  static constexpr int kVectors = 0;
+  struct Loaded {};
+
+  __device__ __forceinline__ compute_t<Scalar> of(int) const { return compute_t<Scalar>(1); }
+  __device__ __forceinline__ Loaded load(int) const { return {}; }
+  __device__ __forceinline__ void unpack_to(Loaded, compute_t<Scalar> (&shares)[kVectorSize<Scalar>]) const {
+#pragma unroll
+    for (auto& share : shares) share = 1;
+  }
+};
+
 // Writes the gradient of a tile of short rows as one run of vectors: a vector may hold parts of two rows, or several
-// rows. at(gradient, z) is the gradient of an element other than the target. Every thread of the block calls it.
+// rows. at(gradient, z, share) is the gradient of an element other than the target. Every thread of the block calls it.
 // kValues: a divisor of the number of classes
-template <int kValues = 1, typename Scalar, typename Gradient, typename At>
+template <int kValues = 1, typename Scalar, typename Gradient, typename At, typename Shares = NoShares<Scalar>>
 __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* logits, int rows, int classes,
-                                                    const ClassDivider& divide, const Gradient* gradients, At at) {
+                                                    const ClassDivider& divide, const Gradient* gradients, At at,
+                                                    const Shares& shares = {}) {
   using Real = compute_t<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>;
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = Shares::kVectors > 1 ? 2 : 4;
   const int thread = static_cast<int>(threadIdx.x);
   const int count = rows * classes;
   const int vectors = count / kSize;
   for (int first = thread; first < vectors; first += kUnroll * kBlock) {
     uint4 loaded[kUnroll];
+    typename Shares::Loaded loaded_shares[kUnroll];
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int vector = first + k * kBlock;
-      if (vector < vectors) loaded[k] = load_vector(logits + vector * kSize);
+      if (vector < vectors) {
+        loaded[k] = load_vector(logits + vector * kSize);
+        loaded_shares[k] = shares.load(vector);
+      }
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int vector = first + k * kBlock;
       if (vector < vectors) {
         const auto elements = bit_cast<Elements<Scalar>>(loaded[k]);
+        Real share_of[kSize];
+        shares.unpack_to(loaded_shares[k], share_of);
         Elements<Scalar> result;
         int r = divide(vector * kSize);
         int j = vector * kSize - r * classes;
         Gradient gradient = gradients[r];
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
-          result.at[e] = at(gradient, load_as_compute(elements.at[e]));
+          result.at[e] = at(gradient, load_as_compute(elements.at[e]), share_of[e]);
           if (e % kValues == kValues - 1 && (j += kValues) == classes) {
             j = 0;
             r += r + 1 < rows;  // no vector lies past the last row
@@ -282,7 +303,7 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
   const int rest = vectors * kSize + thread;
   if (rest < count) {
     const Real z = load_as_compute(logits[rest]);
-    grad[rest] = at(gradients[divide(rest)], z);
+    grad[rest] = at(gradients[divide(rest)], z, shares.of(rest));
   }
   __syncthreads();  // before the elements of the targets are overwritten
   if (thread < rows && gradients[thread].target >= 0) {

@@ -129,6 +129,11 @@ template <typename Scalar>
 bool is_matrix(const Scalar* data, const RowLayout& layout, int64_t rows) {
   return layout.class_stride == 1 && rows <= layout.inner && reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
 }
+// Whether they also lie without gaps.
+template <typename Scalar>
+bool is_end_to_end(const Scalar* data, const RowLayout& layout, int64_t rows, int64_t classes) {
+  return is_matrix(data, layout, rows) && layout.inner_stride == classes;
+}
 // Whether the lanes of a warp may keep such a row, with kMost classes each.
 template <int kMost = kClassesOfLane, typename Scalar>
 bool fits_registers(const Scalar* data, const RowLayout& layout, int64_t rows, int64_t classes) {

@@ -1,18 +1,22 @@
 // The focal loss of rows whose classes have shares (class probabilities; label smoothing with class weights) for gamma
 // = 0, 1 or 2, in any of the layouts that RowLayout describes: one read of logits and shares forward (shared_row.cuh),
-// one backward. Also chooses the kernels of the focal loss for all such targets.
+// one backward. Short rows of class probabilities have kernels of their own (shared_tile.cuh), and so have rows of 16
+// bits that a warp keeps in registers. Also chooses the kernels of the focal loss for all such targets.
 //
-// A row saves its first largest class as a number (class_as_number), log S, and the sum of the slopes of all classes
-// but the likely one, each times its share. The likely class is the one, if any, with more than about half of the
+// A row saves a largest class as a number (class_as_number), log S, and the sum of the slopes of all classes but the
+// likely one, each times its share. The likely class is the one, if any, with more than about half of the
 // probability (row_loss_soft.cu).
 
 #include "cuda/common.cuh"
+#include "cuda/focal_loss_tiles.cuh"
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
 #include "cuda/row_statistics.cuh"
 #include "cuda/shared_in_registers.cuh"
 #include "cuda/shared_row.cuh"
+#include "cuda/shared_tile.cuh"
+#include "cuda/smoothed_gradient.cuh"
 #include "cuda/soft_focal.cuh"
 #include "cuda/soft_row.cuh"
 #include "cuda/soft_shares.cuh"
@@ -23,12 +27,10 @@ namespace focalkern::cuda {
 namespace {
 
 template <typename Scalar>
-constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double)  ? 1
+constexpr int kSharedBlocks = sizeof(Scalar) == sizeof(double)  ? 1
                               : sizeof(Scalar) == sizeof(float) ? kMostBlocks
                                                                 : 3;
 
-template <typename Real>
-using class_int = decltype(number_as_class(Real()));
 template <typename Scalar>
 using Shares = ClassShares<FocalFormula, Scalar, false>;
 
@@ -39,35 +41,8 @@ __device__ __forceinline__ double weight_of_row(const RowLossArgs<Scalar>& args,
   return args.target_probs ? 1.0 : static_cast<double>(weight_of(args, row.label));
 }
 
-// Writes the saved numbers of a row and its loss, and returns the loss.
-template <int kGamma, typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Scalar>& args, const Row<Scalar>& row,
-                                                        const Shares<Scalar>& shares,
-                                                        const SharedSums<compute_t<Scalar>>& sums) {
-  using Real = compute_t<Scalar>;
-  Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
-  Real log_s = 0, slopes = 0;
-  int top = 0;
-  if (row.is_live) {
-    if (sums.largest != kNoClass) top = sums.largest;
-    // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
-    log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
-    const bool detached = args.detach_modulation;
-    const SoftTerms<Real> others = shared_terms<kGamma>(sums, log_s, detached);
-    const ClassOfRow<Real> largest = largest_of_row<kGamma>(sums.rest, log_s, detached);
-    const Real share = shares.of(top);
-    loss = others.loss + share * largest.terms.loss;
-    slopes = others.slope + (largest.is_likely() ? Real(0) : share * largest.terms.slope);
-  }
-  args.saved[row.row] = class_as_number(class_int<Real>(top));
-  args.saved[args.rows + row.row] = log_s;
-  args.saved[2 * args.rows + row.row] = slopes;
-  if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
-  return loss;
-}
-
 template <typename Scalar, int kGamma>
-__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_forward_kernel(
+__global__ __launch_bounds__(kBlock, kSharedBlocks<Scalar>) void shared_focal_forward_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
     const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
@@ -152,7 +127,7 @@ __global__ __launch_bounds__(kBlock, sizeof(Scalar) == sizeof(double) ? 1 : 2) v
 }
 
 template <typename Scalar, int kGamma>
-__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void shared_focal_backward_kernel(
+__global__ __launch_bounds__(kBlock, kSharedBlocks<Scalar>) void shared_focal_backward_kernel(
     const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
   using Real = compute_t<Scalar>;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
@@ -225,6 +200,15 @@ int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute
   if (!has_small_gamma(args)) return row_loss_soft_forward<FocalFormula>(args, totals, workspace, stream);
   if (is_uniform<FocalFormula>(args)) return smoothed_focal_forward(args, totals, workspace, stream);
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    const int tiles = with_target_tiles(args, [&](const auto* targets, const RowPlan& plan) -> int {
+      using Target = std::remove_const_t<std::remove_pointer_t<decltype(targets)>>;
+      auto sums = totals;
+      const cudaError_t error = prepare_grid_sum(sums, plan.grid, workspace, stream);
+      if (error != cudaSuccess) return error;
+      return launch(shared_focal_forward_tile_kernel<Scalar, Target, gamma()>, plan.grid, kBlock, stream, args, plan,
+                    sums);
+    });
+    if (tiles != kNoTiles) return tiles;
     if constexpr (sizeof(Scalar) < sizeof(float)) {
       const auto* targets = static_cast<const Scalar*>(args.target_probs.data);
       if (targets != nullptr && !args.target_probs.is_real && args.class_weight == nullptr &&
@@ -262,6 +246,15 @@ int soft_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
     return row_loss_soft_backward<FocalFormula>(with_class, stream);
   }
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
+    if (args.grad_target == nullptr && args.grad_logits != nullptr &&
+        is_end_to_end(args.grad_logits, args.grad_layout, args.rows, args.classes)) {
+      const int tiles = with_target_tiles(args, [&](const auto* targets, const RowPlan& plan) {
+        using Target = std::remove_const_t<std::remove_pointer_t<decltype(targets)>>;
+        return launch(shared_focal_backward_tile_kernel<Scalar, Target, gamma()>, plan.grid, kBlock, stream, args, plan,
+                      ClassDivider(args.classes));
+      });
+      if (tiles != kNoTiles) return tiles;
+    }
     return launch_backward(shared_focal_backward_kernel<Scalar, gamma()>, args, stream);
   });
 }

@@ -262,7 +262,8 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
       Scalar result[count];
 #pragma unroll
       for (int k = 0; k < count; ++k) {
-        result[k] = Store<Scalar>::from_compute(gradient.template at<kGamma>(values[k], args.detach_modulation));
+        result[k] =
+            Store<Scalar>::from_compute(gradient.template at<kGamma>(values[k], Real(1), args.detach_modulation));
       }
       writer.write(result, first, step);
     });
@@ -293,8 +294,8 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
     __syncthreads();
     write_tile_gradient<kValues>(
         of_tile.of(args.grad_logits, classes), logits, of_tile.rows, classes, divide, gradients,
-        [&](const auto& gradient, Real z) {
-          return Store<Scalar>::from_compute(gradient.template at<kGamma>(z, args.detach_modulation));
+        [&](const auto& gradient, Real z, Real share) {
+          return Store<Scalar>::from_compute(gradient.template at<kGamma>(z, share, args.detach_modulation));
         });
   }
 }
@@ -330,8 +331,7 @@ int smoothed_focal_forward(const RowLossForward<Scalar>& args, const GridSum<com
       if constexpr (sizeof(Scalar) == sizeof(float)) {  // of 16 bits, such rows mostly lie in a tile
         if (fits_registers<kHalf>(args.logits, args.layout, args.rows, args.classes)) return in_registers(kHalf);
       }
-      const bool end_to_end =
-          is_matrix(args.logits, args.layout, args.rows) && args.layout.inner_stride == args.classes;
+      const bool end_to_end = is_end_to_end(args.logits, args.layout, args.rows, args.classes);
       const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, false);
       if (plan.path == RowPath::kOwn || plan.path == RowPath::kTile) {
         if constexpr (sizeof(Scalar) == sizeof(uint16_t)) {
@@ -358,9 +358,9 @@ int smoothed_focal_with_statistics(const RowLossForward<Scalar>& args,
 
 template <typename Scalar>
 int smoothed_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
-  const bool end_to_end = args.grad_logits != nullptr && is_matrix(args.logits, args.layout, args.rows) &&
-                          is_matrix(args.grad_logits, args.grad_layout, args.rows) &&
-                          args.layout.inner_stride == args.classes && args.grad_layout.inner_stride == args.classes;
+  const bool end_to_end = args.grad_logits != nullptr &&
+                          is_end_to_end(args.logits, args.layout, args.rows, args.classes) &&
+                          is_end_to_end(args.grad_logits, args.grad_layout, args.rows, args.classes);
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, false);
     if (end_to_end && (plan.path == RowPath::kOwn || plan.path == RowPath::kTile)) {

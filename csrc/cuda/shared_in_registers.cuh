@@ -31,28 +31,16 @@ class SharedRowOfLane {
       largest = other < largest ? other : largest;
     }
     const int apart = largest - lane * kSize;
-    float rest = 0, share = 0, once = 0, twice = 0, depth = 0, fall = 0, fall2 = 0;
+    SharedSums<float> sums = {};
     float targets[kSize];
     row_.each([&](float z, int v, int k) {
       if (k == 0) unpack<Scalar>(targets_.at[v], targets);
       const bool is_apart = v * kWarp * kSize + k == apart;
       const float x = base - z, e = is_apart ? 0.0f : summand(-x), far = fmin(x, 1e4f);
-      const float t = is_apart ? 0.0f : kept * targets[k] + spread, te = t * e;
-      rest += e;
-      share += t;
-      // A class with a share of 0 adds 0, even at probability zero.
-      depth += t * (t == 0.0f ? 0.0f : x);
-      if constexpr (kGamma >= 1) {
-        once += te;
-        fall += te * far;
-      }
-      if constexpr (kGamma == 2) {
-        const float te2 = te * e;
-        twice += te2;
-        fall2 += te2 * far;
-      }
+      const float t = is_apart ? 0.0f : kept * targets[k] + spread;
+      sums.add<kGamma>(x, e, far, t);
     });
-    float numbers[] = {rest, share, once, twice, depth, fall, fall2};
+    float numbers[] = {sums.rest, sums.share, sums.once, sums.twice, sums.depth, sums.fall, sums.fall2};
     const float number = sum_over_warp(numbers, lane);
     static_assert(offsetof(SharedSums<float>, max) == 7 * sizeof(float), "the numbers of a warp come first");
     return lane == 7 * kLanesOfNumber ? max : number;

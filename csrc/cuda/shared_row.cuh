@@ -9,7 +9,8 @@
 
 namespace focalkern::cuda {
 
-// The sums over all classes of a row but the first of the largest. A warp writes those up to `max` by their place.
+// The sums over all classes of a row but one of the largest, the first except for rows in a tile. A warp writes those
+// up to `max` by their place.
 template <typename Real>
 struct SharedSums {
   Real rest;   // of e
@@ -22,6 +23,25 @@ struct SharedSums {
   Real max;
   Real plain_fall;  // of e x; only with kHasPlainFall
   int largest;      // kNoClass if no logit is above -inf
+
+  // Adds a class. far: the smaller of x and 1e4, because 0 times infinity is NaN
+  template <int kGamma>
+  __device__ __forceinline__ void add(Real x, Real e, Real far, Real t) {
+    const Real te = t * e;
+    rest += e;
+    share += t;
+    // A class with a share of 0 adds 0, even at probability zero.
+    if (t != Real(0)) depth += t * x;
+    if constexpr (kGamma >= 1) {
+      once += te;
+      fall += te * far;
+    }
+    if constexpr (kGamma == 2) {
+      const Real te2 = te * e;
+      twice += te2;
+      fall2 += te2 * far;
+    }
+  }
 };
 
 // The sums of a thread, in which max is coarse_base of its largest logit, without its largest class. `kGamma` says
@@ -155,6 +175,36 @@ __device__ __forceinline__ SoftTerms<Real> shared_terms(const SharedSums<Real>& 
   if constexpr (kGamma == 1) return {l0 - l1, sums.share - p1 + (detached ? Real(0) : l1)};
   const Real p2 = sums.twice * inverse * inverse, l2 = (sums.fall2 + log_s * sums.twice) * inverse * inverse;
   return {l0 - (Real(2) * l1 - l2), sums.share - Real(2) * p1 + p2 + (detached ? Real(0) : Real(2) * (l1 - l2))};
+}
+
+template <typename Real>
+using class_int = decltype(number_as_class(Real()));
+
+// Writes the saved numbers of a row and its loss, and returns the loss. shares.of(j) is the share of a class.
+template <int kGamma, typename Scalar, typename SharesOfRow>
+__device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Scalar>& args, const Row<Scalar>& row,
+                                                        const SharesOfRow& shares,
+                                                        const SharedSums<compute_t<Scalar>>& sums) {
+  using Real = compute_t<Scalar>;
+  Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+  Real log_s = 0, slopes = 0;
+  int top = 0;
+  if (row.is_live) {
+    if (sums.largest != kNoClass) top = sums.largest;
+    // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
+    log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
+    const bool detached = args.detach_modulation;
+    const SoftTerms<Real> others = shared_terms<kGamma>(sums, log_s, detached);
+    const ClassOfRow<Real> largest = largest_of_row<kGamma>(sums.rest, log_s, detached);
+    const Real share = shares.of(top);
+    loss = others.loss + share * largest.terms.loss;
+    slopes = others.slope + (largest.is_likely() ? Real(0) : share * largest.terms.slope);
+  }
+  args.saved[row.row] = class_as_number(class_int<Real>(top));
+  args.saved[args.rows + row.row] = log_s;
+  args.saved[2 * args.rows + row.row] = slopes;
+  if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
+  return loss;
 }
 
 }  // namespace focalkern::cuda

@@ -1,4 +1,5 @@
-// The gradient of the focal loss of a row with label smoothing (smoothed_row.cuh).
+// The gradient of the focal loss of a row with label smoothing (smoothed_row.cuh) or class probabilities
+// (shared_tile.cuh).
 #pragma once
 
 #include "cuda/common.cuh"
@@ -9,8 +10,10 @@
 
 namespace focalkern::cuda {
 
-// dL/dz_j = p_j (sum a) - a_j, where a_j is the slope of class j times its share. The label has a larger share, so its
-// value is written last. That of any other class is not small beside a_j, so nothing cancels, even if it is likely.
+// dL/dz_j = p_j (sum a) - a_j, where a_j is the slope of class j times its share. One class, the target, has a value of
+// its own, which is written last: with smoothing the label, which has a larger share; with class probabilities the
+// likely class, whose difference would cancel. With smoothing nothing cancels for any other class, even if it is
+// likely: its gradient is not small beside a_j.
 template <typename Real>
 struct alignas(4 * sizeof(Real)) SmoothedGradient {
   Real max;  // infinite if the row does not count; then p is 0
@@ -18,13 +21,14 @@ struct alignas(4 * sizeof(Real)) SmoothedGradient {
   Real of_p;
   Real of_slope;
   Real at_target;
-  int target;  // the label, or kIgnored, kOutOfRange
+  int target;  // or kIgnored, kOutOfRange
 
-  // z: the logit of any class but the label. If the row has a NaN, of_p is NaN.
+  // z: the logit of any class but the target; share: that of the class, or 1 if of_slope includes it. If the row has a
+  // NaN, of_p is NaN.
   template <int kGamma>
-  __device__ __forceinline__ Real at(Real z, bool detached) const {
+  __device__ __forceinline__ Real at(Real z, Real share, bool detached) const {
     const Real log_p = fmax((z - max) - log_s, kLeast), p = quick_exponential(log_p);
-    return p * of_p - of_slope * slope_of_class<kGamma>(p, Real(1) - p, -log_p, detached);
+    return p * of_p - of_slope * share * slope_of_class<kGamma>(p, Real(1) - p, -log_p, detached);
   }
 
  private:

@@ -19,6 +19,7 @@ MODULES = (
     "sigmoid_loss",
     "row_loss",
     "smoothed_rows",
+    "shared_rows",
     "row_statistics",
     "spline",
     "blind_spots",

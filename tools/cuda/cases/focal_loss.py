@@ -105,13 +105,18 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         with_gamma = isinstance(gamma, torch.Tensor) or not gradients
         backward.grad_gamma = memory.out(row_numbers) if with_gamma else None
         assert launch_backward(*which, DTYPES.index(dtype), ctypes.byref(backward)) == 0
+        first = (backward.grad_logits, backward.grad_target)
+        if first[1]:  # without the target's gradient, too: the kernels may take another path
+            backward.grad_logits, backward.grad_target = memory.out(nan_like(grad_like)), None
+            assert launch_backward(*which, DTYPES.index(dtype), ctypes.byref(backward)) == 0
         return {
             **({} if statistics is None else of_rows.get()),
             "saved": memory.get(forward.saved, numbers),
             "loss": memory.get(row_loss, row_numbers) if reduction == "none" else memory.get(loss, one),
             "divisor": memory.get(divisor, one),
-            "grad_logits": memory.get(backward.grad_logits, grad_like) if gradients else None,
-            "grad_target": memory.get(backward.grad_target, target.to(real)) if backward.grad_target else None,
+            "grad_logits": memory.get(first[0], grad_like) if gradients else None,
+            "grad_logits_alone": memory.get(backward.grad_logits, grad_like) if gradients else None,
+            "grad_target": memory.get(first[1], target.to(real)) if first[1] else None,
             "grad_gamma": memory.get(backward.grad_gamma, row_numbers) if with_gamma else None,
         }
 
@@ -168,9 +173,9 @@ def check_focal_loss(library, logits, target, gamma, *, reduction="mean", **opti
         assert actual["divisor"].item() == 1
     z_grad = gradients[0].movedim(1, -1).reshape(rows, classes)
     z_grad = torch.where(outside.unsqueeze(-1), NAN, z_grad)
-    assert_near(
-        actual["grad_logits"].movedim(1, -1).reshape(rows, classes), z_grad, dtype, factor if dtype == real else 2
-    )
+    for name in ("grad_logits", "grad_logits_alone") if soft else ("grad_logits",):
+        z_actual = actual[name].movedim(1, -1).reshape(rows, classes)
+        assert_near(z_actual, z_grad, dtype, factor if dtype == real else 2)
     if soft:
         assert_near(actual["grad_target"], gradients[1], real, factor)
     if differentiable:

@@ -142,8 +142,8 @@ def test_far_logits_of_smoothed_rows(library, dtype, classes):
     for gamma in GAMMAS:
         for smoothing in (1e-3, 0.4):
             check_focal_loss(library, logits, target, gamma, label_smoothing=smoothing, reduction="none")
-        if dtype in NARROW:
-            check_focal_loss(library, logits, shares_for(logits), gamma, reduction="none")
+        for shares in {shares.dtype: shares for shares in (shares_for(logits), shares_for(logits).float())}.values():
+            check_focal_loss(library, logits, shares, gamma, reduction="none")
 
 
 # The saved log S keeps its digits where the other classes are small beside the largest.
