@@ -246,4 +246,123 @@ FAULTS = [
         "of_p + (log_s - log_s)",
         "of_p",
     ),
+    # Short rows of class probabilities.
+    Fault("lanes of a tile's row skip loads", "shared_tile.cuh", "j += step) take(j);", "j += 2 * step) take(j);"),
+    Fault(
+        "lanes that begin in the middle of their loads forget the beginning",
+        "shared_tile.cuh",
+        "j = j + step < classes ? j + step : first;",
+        "j = j + step < classes ? j + step : start;",
+    ),
+    Fault(
+        "the largest class of a tile's row has a probability beside the others",
+        "shared_tile.cuh",
+        "write_number(logits, own, Store<Scalar>::from_compute(-kInfinity<float>));",
+        "",
+    ),
+    Fault(
+        "the largest class of a tile's row has a share beside the others",
+        "shared_tile.cuh",
+        "write_number(targets, own, Store<Target>::from_compute(0.0f));",
+        "",
+    ),
+    Fault(
+        "the largest class of a tile's row loses its share",
+        "shared_tile.cuh",
+        "if (has_largest) write_number(targets, own, share);",
+        "",
+    ),
+    Fault(
+        "every lane has a largest class of a tile's row",
+        "shared_tile.cuh",
+        "mine == max ? own : kNoClass",
+        "own",
+    ),
+    Fault(
+        "lanes beyond the last row read the tile", "shared_tile.cuh", "place < of_tile.rows ? classes : 0", "classes"
+    ),
+    Fault("one lane of a tile's row has all shares", "shared_tile.cuh", "    add(sums.share);\n", ""),
+    Fault("one lane of a tile's row has all falls", "shared_tile.cuh", "      add(sums.fall);\n", ""),
+    Fault(
+        "losses of short rows with shares: only the first tile of a block",
+        "shared_tile.cuh",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+    ),
+    Fault(
+        "gradients of short rows with shares: only the first tile of a block",
+        "shared_tile.cuh",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+        1,
+    ),
+    Fault("the mean of short rows divides by the blocks", "shared_tile.cuh", "blockIdx.x == 0 && thread", "thread"),
+    Fault(
+        "a tile's row that does not count has a gradient",
+        "shared_tile.cuh",
+        "if (given == 0.0f) return {kInfinity<float>, 0, 0, 0, 0, kIgnored};",
+        "",
+    ),
+    Fault(
+        "a target of a row that does not count is NaN",
+        "shared_tile.cuh",
+        "gradient.of_slope == 0.0f ? 0.0f : share",
+        "share",
+    ),
+    Fault(
+        "the largest class of a tile's row is always likely",
+        "shared_tile.cuh",
+        "largest.is_likely() ? top : kIgnored}",
+        "top}",
+    ),
+    Fault(
+        "the gradient of a likely class of a tile's row cancels",
+        "shared_tile.cuh",
+        "largest.p * others - largest.u * likely_slope",
+        "largest.p * (others + likely_slope) - likely_slope",
+    ),
+    Fault(
+        "the z-loss of short rows with shares",
+        "shared_tile.cuh",
+        "given * (others + likely_slope) + of_lse",
+        "given * (others + likely_slope)",
+    ),
+    Fault(
+        "the z-loss of a likely class of a tile's row",
+        "shared_tile.cuh",
+        "likely_slope) + of_lse * largest.p",
+        "likely_slope)",
+    ),
+    Fault("a NaN row of a tile has a gradient", "shared_tile.cuh", "of_p + (log_s - log_s)", "of_p"),
+    Fault("vectors of a tile have no shares", "focal_loss_tiles.cuh", "share_of[e]);", "Real(1));"),
+    Fault(
+        "classes beside the vectors of a tile have no shares", "focal_loss_tiles.cuh", "shares.of(rest));", "Real(1));"
+    ),
+    Fault("impossible classes without a share have a depth", "shared_row.cuh", "if (t != Real(0)) depth", "depth"),
+    Fault("smoothed class probabilities lie in a tile", "shared_tile.cuh", "args.label_smoothing == 0 &&", ""),
+    Fault("weighted class probabilities lie in a tile", "shared_tile.cuh", "args.class_weight == nullptr &&", ""),
+    Fault(
+        "logits with gaps lie in a tile with shares",
+        "shared_tile.cuh",
+        "is_end_to_end(args.logits, args.layout, args.rows, args.classes)",
+        "true",
+    ),
+    Fault(
+        "class probabilities with gaps lie in a tile",
+        "shared_tile.cuh",
+        "is_end_to_end(targets, args.target_layout, args.rows, args.classes)",
+        "true",
+    ),
+    Fault(
+        "gradients with gaps lie in a tile with shares",
+        "row_loss_shared.cu",
+        "is_end_to_end(args.grad_logits, args.grad_layout, args.rows, args.classes)",
+        "true",
+    ),
+    Fault(
+        "gradients of class probabilities are not written for tiles",
+        "row_loss_shared.cu",
+        "args.grad_target == nullptr && args.grad_logits",
+        "args.grad_logits",
+    ),
 ]
