@@ -149,6 +149,16 @@ def shell_commands():
                 yield name_of(page), shlex.split(line, comments=True)
 
 
+def test_printed_verdicts_of_a_file_agree():
+    first_line = re.compile(r"^\$ focalkern calibrate (\S+\.npz) .*\n(Use .*)$", re.MULTILINE)
+    found = [verdict for page in PAGES for verdict in first_line.findall(page.read_text())]
+    of_file: dict[str, set[str]] = {}
+    for file, verdict in found:
+        of_file.setdefault(file, set()).add(verdict)
+    assert len(found) >= 3
+    assert {file: verdicts for file, verdicts in of_file.items() if len(verdicts) > 1} == {}
+
+
 @pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="the source tree is not here")
 def test_other_commands_exist():
     """Checks make targets, modules of -m, and their options."""
