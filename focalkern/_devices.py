@@ -1,6 +1,7 @@
 """Properties of devices: float64, autocast, threads, and numbers that stay on the host."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
 # Types of devices without float64, and of those without autocast, for which torch.is_autocast_enabled would raise.
 _WITHOUT_FLOAT64 = {"mps"}
 _WITHOUT_AUTOCAST = {"meta", "fpga", "vulkan", "ve", "lazy"}
+_CHANGING_THREADS = threading.Lock()
 
 
 def has_float64(device: torch.device) -> bool:
@@ -86,10 +88,18 @@ def cpu_by_default() -> Iterator[None]:
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Torch computes in one thread: for work that is too small for several, which would wait for each other on a busy
-    machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    machine. Other threads keep their number."""
+    with _CHANGING_THREADS:
+        before = torch.get_num_threads()
+        if before > 1:
+            torch.set_num_threads(1)
+            if threading.active_count() > 1:
+                # torch also sets the number that new threads take. A thread that ends puts it back.
+                restoring = threading.Thread(target=torch.set_num_threads, args=(before,))
+                restoring.start()
+                restoring.join()
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if before > 1:
+            torch.set_num_threads(before)

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -190,6 +191,31 @@ def test_a_network_has_one_thread_and_the_process_gets_its_own_back(files, monke
         assert seen == [1] and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_networks_of_several_threads_leave_new_threads_their_number(files, monkeypatch):
+    """Each thread sets its own number, but torch keeps one number for all threads that start later."""
+    seen, together = [], Barrier(2)
+    run_study = network.run_study
+
+    def wait(*arguments, **options):
+        together.wait(60)  # both networks have begun
+        with ThreadPoolExecutor(1) as new:
+            seen.append((torch.get_num_threads(), new.submit(torch.get_num_threads).result()))
+        return run_study(*arguments, **options)
+
+    monkeypatch.setattr(network, "run_study", wait)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(2) as executor:
+            fk.sweep(files[:2], executor=executor)
+            seen += executor.map(lambda _: (torch.get_num_threads(), together.wait(60))[0], range(2))
+        with ThreadPoolExecutor(1) as new:
+            seen.append(new.submit(torch.get_num_threads).result())
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(1, 3), (1, 3), 3, 3, 3]
 
 
 def test_any_error_of_a_file_is_its_row(files, monkeypatch):
