@@ -16,7 +16,7 @@ from focalkern._progress import ProgressBar
 from focalkern._types import PROPER, Proper
 from focalkern.calibrators import InputKind
 from focalkern.calibrators._folds import check_folds
-from focalkern.files.paths import expanded, size_of
+from focalkern.files.paths import expanded, name_of, size_of
 from focalkern.files.samples import check_options
 from focalkern.study.engines import LocalPool, run_tasks
 from focalkern.study.network import Task, record_of, stamp_of
@@ -235,14 +235,18 @@ def report_files() -> tuple[str, ...]:
 
 
 def _record_names(paths: Sequence[str]) -> dict[str, str]:
-    """A file name for the record of each path: that of the path, with a digest of the path if several have it."""
-    stems = {path: Path(path).stem for path in paths}
+    """A file name for the record of each path: that of the path, with a digest of the path if several have it or if it
+    is too long with another suffix."""
+    stems = {path: name_of(path).stem for path in paths}
     count = Counter(stems.values())
 
     def digest(path: str) -> str:
         return hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:12]
 
-    return {path: stem if count[stem] == 1 else f"{stem}-{digest(path)}" for path, stem in stems.items()}
+    def called(path: str, stem: str) -> str:
+        return stem if count[stem] == 1 and len(os.fsencode(stem)) <= 200 else f"{stem[:50]}-{digest(path)}"
+
+    return {path: called(path, stem) for path, stem in stems.items()}
 
 
 def _names(op: str, files: Any, storage_options: Mapping[str, Any] | None) -> list[str]:

@@ -19,7 +19,7 @@ import focalkern as fk
 from focalkern.cli import sweep as cli_sweep
 from focalkern.study import compare_calibrators
 from focalkern.study.report import sweep as report_sweep
-from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep, sweep_settings
+from focalkern.study.sweep import METHODS, SCORES, Sweep, _record_names, run_sweep, sweep, sweep_settings
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -270,7 +270,7 @@ def test_progress_in_a_log(capsys):
 
 def test_naming_looks_at_each_path_once(monkeypatch):
     looks = []
-    monkeypatch.setattr(report_sweep, "Path", lambda path: looks.append(path) or Path(path))
+    monkeypatch.setattr(report_sweep, "name_of", lambda path: looks.append(path) or Path(path))
     names = report_sweep.names_of([f"{place}/{kind}.npz" for place in range(300) for kind in ("logits", place)])
     assert len(looks) == 600 and len(set(names.values())) == 600
     assert names["7/7.npz"] == "7" and names["7/logits.npz"] == "7/logits"
@@ -284,6 +284,7 @@ def test_naming_looks_at_each_path_once(monkeypatch):
         (["logits.npz", "b/logits.npz"], ["logits", "b/logits"]),
         (["s3://r/a/logits.npz", "/r/b/logits.npz"], ["a/logits", "b/logits"]),
         (["logits.npz", "logits.pt"], ["logits.npz", "logits.pt"]),
+        (["https://h/r/a.npz?key=me%40h.com&sig=x/y.z", "https://h/r/b.npz?v=1.2"], ["a", "b"]),
     ],
 )
 def test_equal_names_get_the_folders_that_distinguish_them(paths, names):
@@ -301,6 +302,20 @@ def test_networks_of_equal_names_are_told_apart_and_found_again(files, tmp_path,
     assert "\na/logits," in (tmp_path / "report" / "sweep.csv").read_text()
     _, _, err = run("sweep", *given, "--report", tmp_path / "report", "--jobs", "1")
     assert err.count("(known)") == 2
+
+
+def test_names_of_results_are_short_and_have_no_query(files, tmp_path):
+    """A file name has at most 255 bytes, and a signature in a web address may have more."""
+    long = tmp_path / f"{'x' * 251}.npz"
+    shutil.copy(files[0], long)
+    web = [f"http://127.0.0.1:9/{name}.npz?sig={'7' * 300}.com/z" for name in "ab"]
+    assert sorted(fk.sweep([long, *web], folder=tmp_path / "r").failed) == web
+    (kept,) = os.listdir(tmp_path / "r" / "networks")
+    assert kept.startswith("x" * 50) and len(kept) < 100
+    fresh = []
+    run_sweep([str(long)], sweep_settings(), folder=tmp_path / "r", done=lambda name, new: fresh.append(new))
+    assert fresh == [False]
+    assert _record_names(web) == dict(zip(web, "ab", strict=True))
 
 
 def test_the_function_takes_one_path_patterns_and_iterables(files, tmp_path):

@@ -7,12 +7,12 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from focalkern._checks import short
 from focalkern._types import LOSS_NAMES, Proper
 from focalkern._version import __version__
+from focalkern.files.paths import name_of
 from focalkern.study.report import html
 
 __all__ = ["METHODS", "SCORES", "Sweep", "names_of"]
@@ -43,7 +43,7 @@ _COLUMNS = [
 def names_of(paths: Iterable[str]) -> dict[str, str]:
     """A name for each path: the file name without suffix. Equal names get the folders that distinguish them, as in
     ``a/logits`` and ``b/logits``; if no folder does, they are the whole paths."""
-    names = {path: Path(path).stem for path in paths}
+    names = {path: name_of(path).stem for path in paths}
     equal: dict[str, list[str]] = {}
     for path, name in names.items():
         equal.setdefault(name, []).append(path)
