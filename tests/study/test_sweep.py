@@ -318,6 +318,14 @@ def test_names_of_results_are_short_and_have_no_query(files, tmp_path):
     assert _record_names(web) == dict(zip(web, "ab", strict=True))
 
 
+@pytest.mark.parametrize("network", [None, {}, []])
+def test_a_result_without_its_network_is_computed_again(files, tmp_path, network):
+    first = fk.sweep(files[:1], folder=tmp_path / "r")
+    (kept,) = (tmp_path / "r" / "networks").iterdir()
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), "network": network}))
+    assert fk.sweep(files[:1], folder=tmp_path / "r") == first
+
+
 def test_the_function_takes_one_path_patterns_and_iterables(files, tmp_path):
     """The names that the command takes, and those of ``Path.glob``."""
     expected = fk.sweep(files)
