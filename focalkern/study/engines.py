@@ -135,7 +135,10 @@ class LocalPool(Executor):
         self._pool = self._new()
 
     def _new(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._jobs, get_context("spawn"))
+        try:
+            return ProcessPoolExecutor(self._jobs, get_context("spawn"))
+        except (OSError, ImportError, NotImplementedError) as error:  # no semaphores, as without a writable /dev/shm
+            raise _no_start(str(error)) from error
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         with _without_ctrl_c():  # this call may start a worker, which inherits the signal mask
@@ -157,7 +160,7 @@ class LocalPool(Executor):
             return self._pool.submit(fn, *args, **kwargs)
         except OSError as error:
             if error.errno != errno.EBADF:
-                raise
+                raise _no_start(str(error)) from error
             # A worker has died during the call, and the pool has closed its pipe.
             raise BrokenProcessPool(str(error)) from None
 

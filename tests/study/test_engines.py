@@ -268,8 +268,20 @@ def test_a_pool_that_closes_its_pipe_during_a_call_is_replaced(monkeypatch, numb
         if number == errno.EBADF:
             assert pool.submit(int, 7).result() == 7
         else:
-            with pytest.raises(OSError, match="once"):
+            reason = r"^the worker processes do not start: \[Errno 12\] once; pass jobs=1$"
+            with pytest.raises(fk.files.InputError, match=reason):
                 pool.submit(int, 7)
+
+
+def test_a_system_without_semaphores_names_the_remedy(files, monkeypatch):
+    """A container without a writable /dev/shm."""
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(engines, "ProcessPoolExecutor", refuse)
+    with pytest.raises(fk.files.InputError, match=r"start: \[Errno 30\] Read-only file system; pass jobs=1$"):
+        fk.sweep(files[:2], jobs=2)
 
 
 @pytest.mark.parametrize(
