@@ -347,7 +347,8 @@ def _show(
         print(f"Chosen (->): {study.chosen.label}{', ' if words else ''}{words}", file=said)
     for line in written:
         print(line, file=said)
-    if study.chosen is not None:
+    all_written = len(written) == sum(given is not None for given in (arguments.report, arguments.out))
+    if study.chosen is not None and all_written:
         print_next(arguments, study.validation.kind, said)
 
 

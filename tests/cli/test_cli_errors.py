@@ -185,10 +185,11 @@ def test_a_failed_write_keeps_the_old_calibrator(both, run, tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    code, _, err = run("calibrate", both, *GRID, "--out", out)
+    code, shown, err = run("calibrate", both, *GRID, "--out", out)
     assert code == 2
     assert "No space left on device" in err
     assert out.read_text() == "precious"
+    assert "Chosen (->): " in shown and "Next:" not in shown  # the commands need the new calibrator
 
 
 @pytest.mark.parametrize("option", ["VAL", "--labels", "--test", "--test-labels"])
