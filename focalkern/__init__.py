@@ -224,7 +224,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"focalkern.{name}")
     if name in _NAMES or name in __all__:
-        module = importlib.import_module(_NAMES.get(name, "focalkern.calibrators"))
-        globals()[name] = getattr(module, name)
+        module = _NAMES.get(name, "focalkern.calibrators")
+        # The package before its module: two threads that lock these in different orders are a deadlock of importlib.
+        importlib.import_module(module.rpartition(".")[0])
+        globals()[name] = getattr(importlib.import_module(module), name)
         return globals()[name]
     raise AttributeError(f"module 'focalkern' has no attribute {name!r}")

@@ -49,6 +49,35 @@ def test_calibrators_studies_and_files_are_loaded_at_their_first_use():
         assert later & modules_after(f"import focalkern; focalkern.{name}") == {"focalkern.calibrators"}
 
 
+def test_two_threads_may_load_the_same_package_at_their_first_use():
+    """The second thread asks for ``sweep`` while the first one imports the package of its module."""
+    code = """
+import importlib.machinery, sys, threading, time
+import focalkern as fk
+
+def start_second(spec):
+    threads.append(threading.Thread(target=lambda: found.append(fk.sweep)))
+    threads[0].start()
+    time.sleep(0.5)
+
+class Slow(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = super().find_spec(name, path, target)
+        if name == "focalkern.study":
+            spec.loader.create_module = start_second  # sys.modules has no package yet
+        return spec
+
+threads, found = [], []
+sys.meta_path.insert(0, Slow)
+fk.compare_calibrators
+threads[0].join()
+assert found == [fk.sweep]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_without_torch_the_import_says_so_in_one_line():
     code = "import sys; sys.modules['torch'] = None; import focalkern"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
