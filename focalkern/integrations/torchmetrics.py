@@ -249,9 +249,9 @@ class _Mean(FocalkernMetric):
         """
         scores, target = self._rows(preds, target)
         if len(target):
-            # Not in place, which torch forbids after a reset within torch.inference_mode().
-            self.total = self.total + self._mean_of(scores, target) * len(target)
-            self.n_samples = self.n_samples + len(target)
+            _make_changeable(self, "total", "n_samples")
+            self.total += self._mean_of(scores, target) * len(target)
+            self.n_samples += len(target)
 
     def compute(self) -> Tensor:
         """The mean over all rows, of all processes.
@@ -312,12 +312,23 @@ def _add_bin_sums(metric: Metric, shape: tuple[int, ...]) -> None:
     metric.add_state("correct_sum", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
 
+def _make_changeable(metric: Metric, *states: str) -> None:
+    """Copies states that were made within torch.inference_mode(), where a reset may be: outside of it torch forbids to
+    change them."""
+    if not torch.is_inference_mode_enabled():
+        for name in states:
+            state = getattr(metric, name)
+            if state.is_inference():
+                setattr(metric, name, state.clone())
+
+
 def _add_to_bin_sums(metric: Any, confidence: Tensor, correct: Tensor) -> None:
-    """Adds confidences [..., rows] to the sums [..., M] of equal-width bins, not in place, as ``_Mean`` does."""
+    """Adds confidences [..., rows] to the sums [..., M] of equal-width bins."""
+    _make_changeable(metric, "count", "confidence_sum", "correct_sum")
     index = equal_width_bin(confidence, metric.n_bins)
-    metric.count = metric.count.scatter_add(-1, index, torch.ones_like(index))
-    metric.confidence_sum = metric.confidence_sum.scatter_add(-1, index, confidence.to(torch.float64))
-    metric.correct_sum = metric.correct_sum.scatter_add(-1, index, correct.to(torch.float64))
+    metric.count.scatter_add_(-1, index, torch.ones_like(index))
+    metric.confidence_sum.scatter_add_(-1, index, confidence.to(torch.float64))
+    metric.correct_sum.scatter_add_(-1, index, correct.to(torch.float64))
 
 
 def _bins_from_sums(metric: Any, n_samples: int) -> metrics.ReliabilityBins:
@@ -326,7 +337,7 @@ def _bins_from_sums(metric: Any, n_samples: int) -> metrics.ReliabilityBins:
     return metrics.ReliabilityBins(
         lower=edges[:-1].expand(weight.shape),
         upper=edges[1:].expand(weight.shape),
-        count=metric.count,
+        count=metric.count.clone(),  # the next update adds to it in place
         confidence=metric.confidence_sum / weight,
         accuracy=metric.correct_sum / weight,
         n_samples=n_samples,
