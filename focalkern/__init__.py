@@ -101,7 +101,7 @@ from focalkern.ops.softmax_losses import poly_focal_loss
 from focalkern.ops.spline_map import spline_calibration_map
 from focalkern.streaming import CalibrationGridState
 
-if TYPE_CHECKING:  # __getattr__ has them at run time
+if TYPE_CHECKING:  # at run time, __getattr__ has them
     from focalkern import calibrators as calibrators
     from focalkern import files as files
     from focalkern import plots as plots
@@ -220,13 +220,15 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "CalibratedClassifier", "__version__", "plots"])
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"focalkern.{name}")
-    if name in _NAMES or name in __all__:
-        module = _NAMES.get(name, "focalkern.calibrators")
-        # The package before its module: two threads that lock these in different orders are a deadlock of importlib.
-        importlib.import_module(module.rpartition(".")[0])
-        globals()[name] = getattr(importlib.import_module(module), name)
-        return globals()[name]
-    raise AttributeError(f"module 'focalkern' has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"focalkern.{name}")
+        if name in _NAMES or name in __all__:
+            module = _NAMES.get(name, "focalkern.calibrators")
+            # The package before its module: threads that lock them in different orders are a deadlock of importlib.
+            importlib.import_module(module.rpartition(".")[0])
+            globals()[name] = getattr(importlib.import_module(module), name)
+            return globals()[name]
+        raise AttributeError(f"module 'focalkern' has no attribute {name!r}")
