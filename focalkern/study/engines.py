@@ -145,7 +145,7 @@ class LocalPool(Executor):
             try:
                 return self._submitted(fn, *args, **kwargs)
             except BrokenProcessPool:
-                self._pool.shutdown(wait=False)
+                self._end()
                 self._pool = self._new()
             except RuntimeError:  # this process is a worker that imports the script
                 raise _no_start(_SCRIPT) from None
@@ -153,6 +153,7 @@ class LocalPool(Executor):
                 self._submitted(int).result()
                 return self._submitted(fn, *args, **kwargs)
             except BrokenProcessPool:
+                self._end()
                 raise _no_start(_reason_of_no_start()) from None
 
     def _submitted(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -169,10 +170,19 @@ class LocalPool(Executor):
 
     def terminate(self) -> None:
         """Kill the workers. This is safe, because they write no files."""
+        for worker in self._shut():
+            worker.terminate()
+
+    def _end(self) -> None:
+        """Wait for the workers of a broken pool, which are being killed: they may still write to stderr."""
+        for worker in self._shut():
+            worker.join(10)
+
+    def _shut(self) -> list[Any]:
+        """Shut the pool down without waiting; returns its workers."""
         workers = list((getattr(self._pool, "_processes", None) or {}).values())  # shutdown clears them
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.terminate()
+        return workers
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:

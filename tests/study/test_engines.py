@@ -295,7 +295,8 @@ def test_a_system_without_semaphores_names_the_remedy(files, monkeypatch):
 )
 def test_workers_that_never_start_end_the_sweep(files, tmp_path, way, reason):
     """A script without the guard is imported by its own workers, which then call sweep themselves. Workers of stdin
-    have nothing to import; those of ``-c`` and of the command start, unless their Python is broken."""
+    have nothing to import; those of ``-c`` and of the command start, unless their Python is broken. A worker that is
+    killed within a line leaves the error behind that line."""
     program = f"import focalkern as fk\nfk.sweep({files[:2]}, jobs=2)\n"
     if way == "command.py":
         words = ["sweep", *files[:2], "--jobs", "2"]
@@ -310,10 +311,10 @@ def test_workers_that_never_start_end_the_sweep(files, tmp_path, way, reason):
     expected = f"the worker processes do not start: {reason}; pass "
     if way == "command.py":
         assert done.returncode == 2
-        assert f"focalkern sweep: {expected}--jobs 1" in done.stderr.splitlines()
+        assert f"focalkern sweep: {expected}--jobs 1\n" in done.stderr
     else:
         assert done.returncode == 1
-        assert f"focalkern.files.errors.InputError: {expected}jobs=1" in done.stderr.splitlines()
+        assert f"focalkern.files.errors.InputError: {expected}jobs=1\n" in done.stderr
 
 
 def test_jobs_beside_an_executor(files):
