@@ -1,6 +1,7 @@
 """Arrays in files: all of them by name, or a few rows at a time if the format permits it."""
 
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,18 @@ class ArrayRows:
 READ_ERRORS = (Exception,)
 
 
+# An error of the unpickler with one of these classes has no text, or only the number of an entry.
+_REASONS = {EOFError: "it ends too early", KeyError: "it refers to an entry that it does not have"}
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of a reader's error, without the line of torch's source."""
+    text = re.sub(r"^\[enforce fail at \S+\] \. ", "", str(error).strip())
+    if " " in text:
+        return text.splitlines()[0].partition(". ")[0][:200]
+    return next((words for kind, words in _REASONS.items() if isinstance(error, kind)), text or type(error).__name__)
+
+
 def unreadable(source: str, expected: str, error: BaseException) -> InputError:
     """The InputError for an error of a reader."""
     if isinstance(error, InputError):
@@ -84,7 +97,7 @@ def unreadable(source: str, expected: str, error: BaseException) -> InputError:
     elif "weights_only" in text.lower() or "Unsupported" in text or isinstance(error, pickle.UnpicklingError):
         found = "pickled Python objects other than tensors, or a damaged file; they are refused; save tensors"
     else:
-        reason = text.splitlines()[0].partition(". ")[0][:200] if text else type(error).__name__
+        reason = _reason(error)
         found = f"a damaged or truncated file, or another format ({reason})"
         if isinstance(error, MemoryError):
             found = f"a damaged file, or one too large for the memory ({reason}); .npy and .safetensors can be streamed"

@@ -1,5 +1,6 @@
 """Reading logits: every format, and every kind of invalid file."""
 
+import io
 import pickle
 import zipfile
 
@@ -248,6 +249,27 @@ def test_truncated_files(suffix, keep, tmp_path):
         read_sets(path)
     assert str(caught.value).startswith(f"{path}: expected ")
     assert "\n" not in str(caught.value)
+
+
+def test_the_reason_of_a_damaged_pickle_is_readable(tmp_path):
+    """The unpickler raises KeyError(101) for the first, EOFError() for the second, and torch names a line of its source
+    for the third."""
+    path = write(tmp_path / "a.pt", logits=LOGITS, labels=LABELS)
+    newer = io.BytesIO()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(newer, "w") as changed:
+        for name in archive.namelist():
+            changed.writestr(name, b"99\n" if name.endswith("/version") else archive.read(name))
+    version = (
+        "Attempted to read a PyTorch file with version 99, but the maximum supported version for reading is [0-9]+"
+    )
+    for content, reason in (
+        (b"hello", "it refers to an entry that it does not have"),
+        (b"", "it ends too early"),
+        (newer.getvalue(), version),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"found a damaged or truncated file, or another format \({reason}\)$"):
+            read_sets(path)
 
 
 def test_damaged_inside(tmp_path):
