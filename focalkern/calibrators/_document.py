@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from focalkern.calibrators._parameters import Parameters, as_numbers
 __all__ = [
     "FORMAT_VERSION",
     "LEAST_EPSILON",
+    "as_array",
     "as_count",
+    "as_list",
     "as_map",
     "as_number",
     "calibrator_from_json",
@@ -28,6 +30,8 @@ __all__ = [
     "read_document",
     "to_document",
 ]
+
+_Value = TypeVar("_Value")
 
 _FORMAT = "focalkern-calibrator"
 _WRITTEN = "the .json file of a calibrator, which save or focalkern calibrate wrote"
@@ -110,9 +114,17 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path}: expected a calibrator of format version {FORMAT_VERSION}, found {version!r}, written by "
             f"focalkern {writer}; {remedy}"
         )
-    if document.get("method") not in tuple(BY_METHOD):
-        raise ValueError(f"{path}: expected a method out of {', '.join(BY_METHOD)}, found {document.get('method')!r}")
+    try:
+        _class_of(document.get("method"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; fit and save it again") from None
     return document
+
+
+def _class_of(method: Any) -> type[Fitted]:
+    if method not in tuple(BY_METHOD):  # a tuple, because a list or an object in JSON has no hash
+        raise ValueError(f"expected a method out of {', '.join(BY_METHOD)}, found {short(method)}")
+    return BY_METHOD[method]
 
 
 def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Fitted:
@@ -124,13 +136,15 @@ def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> 
             f"{path}: not a complete calibrator, {error.args[0]!r} is missing; fit and save it again"
         ) from error
     except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path}: not a valid calibrator: {error}") from error
+        raise ValueError(f"{path}: not a valid calibrator: {error}; fit and save it again") from error
 
 
 def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     """A calibrator, possibly nested in another one. It is fitted if the document has the key ``fit``."""
-    cls = BY_METHOD[document["method"]]
-    parameters = {key: value for key, value in document["parameters"].items() if key in cls._defaults()}
+    document = _as("a calibrator", document, dict)
+    cls = _class_of(document["method"])
+    given = _as("parameters", document["parameters"], dict)
+    parameters = {key: value for key, value in given.items() if key in cls._defaults()}
     for key, value in parameters.items():
         if isinstance(value, dict):
             parameters[key] = calibrator_from_json(value)
@@ -138,10 +152,11 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     calibrator._check_parameters()
     if "fit" not in document and "format" not in document:
         return calibrator
-    fit = document["fit"]
-    n_samples, n_classes = as_count(fit["n_samples"]), as_count(fit["n_classes"], cls._fewest_classes)
-    names = np.asarray(fit["classes"]) if "classes" in fit else None
-    if names is not None and (names.shape != (n_classes,) or names.dtype.kind != "U"):
+    fit = _as("fit", document["fit"], dict)
+    n_samples = as_count("n_samples", fit["n_samples"])
+    n_classes = as_count("n_classes", fit["n_classes"], cls._fewest_classes)
+    names = np.asarray(as_list("classes", fit["classes"], str)) if "classes" in fit else None
+    if names is not None and names.shape != (n_classes,):
         raise ValueError(f"expected {n_classes} classes with names, found {short(fit['classes'])}")
     if names is not None and len(set(names.tolist())) < n_classes:
         raise ValueError(f"expected every class once, found {short(fit['classes'])}")
@@ -155,7 +170,7 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
         raise ValueError(f"expected an input_floor of at least 0 and less than 1, found {floor}")
     fitted = calibrator._fitted_from_json(document, fit)
     calibrator._become(fitted, layout, n_samples=n_samples, floor=floor)
-    calibrator.warnings_ = tuple(str(words) for words in fit.get("warnings", ()))
+    calibrator.warnings_ = tuple(as_list("warnings", fit.get("warnings", []), str))
     calibrator._fitted_on = data_of_fit(document) or None
     return calibrator
 
@@ -175,10 +190,34 @@ def data_of_fit(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
+
+
+def _as(name: str, value: Any, kind: type[_Value]) -> _Value:
+    """A value from JSON, which must be of this kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {_KINDS[kind]}, found {short(value)}")
+    return value
+
+
+def as_list(name: str, value: Any, kind: type[_Value] | None = None) -> list[_Value]:
+    """A list from JSON, of values of this kind."""
+    found = _as(name, value, list)
+    return found if kind is None else [_as(f"{name}[{place}]", one, kind) for place, one in enumerate(found)]
+
+
+def as_array(name: str, value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """A list of numbers, or of lists of numbers, from JSON."""
+    try:
+        return np.array(as_list(name, value), dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be a list of numbers, found {short(value)}") from None
+
+
 def as_number(name: str, value: Any) -> float:
     """A finite number from JSON."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, found {value!r}")
+        raise ValueError(f"{name} must be a finite number, found {short(value)}")
     return float(value)
 
 
@@ -193,8 +232,8 @@ def as_map(gamma: Any, temperature: Any, names: tuple[str, str] = ("gamma", "tem
     return found
 
 
-def as_count(value: Any, least: int = 1) -> int:
+def as_count(name: str, value: Any, least: int = 1) -> int:
     """A count from JSON."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"expected a count of at least {least}, found {value!r}")
+        raise ValueError(f"{name} must be a count of at least {least}, found {short(value)}")
     return value

@@ -10,7 +10,7 @@ from torch import Tensor
 from focalkern._checks import MOST_BINS, counted, integer
 from focalkern._types import PROPER, InputKind, compute_dtype
 from focalkern.calibrators._base import Calibrator
-from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
+from focalkern.calibrators._document import as_count, as_list, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_of, bin_top_class, cannot_occur_after, scaled
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput, RowMap, in_each_dtype
@@ -197,9 +197,11 @@ class HistogramBinning(Calibrator):
         return top, {"counts": self.counts_.tolist(), "n_changed": self.n_changed_}
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-        edges = np.array([as_number("an edge", edge) for edge in document["edges"]])
-        values = np.array([as_number("a value", value) for value in document["values"]])
-        counts = np.array([as_count(count, least=0) for count in fit["counts"]], dtype=np.int64)
+        edges = np.array([as_number("an edge", edge) for edge in as_list("edges", document["edges"])])
+        values = np.array([as_number("a value", value) for value in as_list("values", document["values"])])
+        counts = np.array(
+            [as_count("a count", one, least=0) for one in as_list("counts", fit["counts"])], dtype=np.int64
+        )
         if not len(edges) == len(values) + 1 == len(counts) + 1 >= 2:
             raise ValueError(
                 f"expected M + 1 edges, M values and M counts, found {len(edges)}, {len(values)}, {len(counts)}"
@@ -213,7 +215,7 @@ class HistogramBinning(Calibrator):
             raise ValueError(f"expected a scaling before the bins, found {scaling.method!r}")
         if scaling is not None and not hasattr(scaling, "gamma_"):
             raise ValueError("expected a fitted scaling before the bins, found one without its fit")
-        changed = as_count(fit["n_changed"], least=0)
+        changed = as_count("n_changed", fit["n_changed"], least=0)
         return {"edges_": edges, "counts_": counts, "values_": values, "n_changed_": changed, "scaling_": scaling}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator
-from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_number
+from focalkern.calibrators._document import LEAST_EPSILON, as_array, as_count, as_list, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._inputs import probabilities
 from focalkern.calibrators._isotonic_module import IsotonicLogProbs
@@ -148,8 +148,9 @@ class IsotonicCalibration(Calibrator):
         }
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-        steps = [(np.array(one["from"], np.float64), np.array(one["to"], np.float64)) for one in document["steps"]]
-        if len(steps) != as_count(fit["n_classes"]):
+        of_classes = as_list("steps", document["steps"], dict)
+        steps = [(as_array("from", one["from"]), as_array("to", one["to"])) for one in of_classes]
+        if len(steps) != as_count("n_classes", fit["n_classes"]):
             raise ValueError(f"expected steps of {fit['n_classes']} classes, found {len(steps)}")
         longest = max(len(x) for x, _ in steps)
         if len(steps) * longest > _MOST_STEPS:
@@ -164,7 +165,7 @@ class IsotonicCalibration(Calibrator):
         if not LEAST_EPSILON <= epsilon < 1:
             raise ValueError(f"expected an epsilon between {LEAST_EPSILON:g} and 1, found {epsilon}")
         value = math.inf if fit["best_value"] is None else as_number("best_value", fit["best_value"])
-        changed = as_count(fit["n_changed"], least=0)
+        changed = as_count("n_changed", fit["n_changed"], least=0)
         return {"steps_": tuple(steps), "epsilon_": epsilon, "best_value_": value, "n_changed_": changed}
 
 

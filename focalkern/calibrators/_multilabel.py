@@ -12,7 +12,7 @@ from focalkern._checks import not_floating
 from focalkern._diagnostics import one_logit_problems
 from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator
-from focalkern.calibrators._document import as_count, calibrator_from_json, nested_document
+from focalkern.calibrators._document import as_count, as_list, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import as_binary, as_weight, no_rows, weighted_mean
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._inputs import as_pairs, floored_input
@@ -386,14 +386,15 @@ class MultiLabelScaling(Calibrator):
         return {"labels": nested}, {"n_positive": self.n_positive_.tolist(), "remarks": list(self.remarks_)}
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-        scalings = [None if nested is None else calibrator_from_json(nested) for nested in document["labels"]]
+        labels = as_list("labels", document["labels"])
+        scalings = [None if nested is None else calibrator_from_json(nested) for nested in labels]
         fitted = [scaling for scaling in scalings if scaling is not None]
         methods = sorted({scaling.method for scaling in fitted})
         if len(methods) > 1 or not set(methods) <= set(_SCALINGS):
             raise ValueError(f"expected one kind of scaling for all labels, found {', '.join(methods)}")
         if not all(hasattr(scaling, "n_classes_") for scaling in fitted):
             raise ValueError("expected a fitted scaling for every label, found one without its fit")
-        positive = [as_count(count, least=0) for count in fit["n_positive"]]
-        if not len(scalings) == len(positive) == as_count(fit["n_classes"]):
+        positive = [as_count("n_positive", count, least=0) for count in as_list("n_positive", fit["n_positive"])]
+        if not len(scalings) == len(positive) == as_count("n_classes", fit["n_classes"]):
             raise ValueError(f"expected {fit['n_classes']} labels, found {len(scalings)} and {len(positive)} counts")
-        return self._of(scalings, positive, [str(words) for words in fit["remarks"]])  # type: ignore[arg-type]
+        return self._of(scalings, positive, as_list("remarks", fit["remarks"], str))  # type: ignore[arg-type]

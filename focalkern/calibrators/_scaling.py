@@ -11,7 +11,7 @@ from torch import Tensor
 from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern._types import CRITERIA, LOSS_NAMES, PROPER, Criterion, Estimator, InputKind, Proper
 from focalkern.calibrators._base import Calibrator
-from focalkern.calibrators._document import as_count, as_map, as_number
+from focalkern.calibrators._document import as_count, as_list, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
@@ -260,11 +260,11 @@ class Scaling(Calibrator):
         gamma, temperature = as_map(document["gamma"], document["temperature"])
         search, criterion = fit["search"], fit["criterion"]
         if search not in self._searches or criterion not in CRITERIA:
-            raise ValueError(f"expected a search and a criterion that are known, found {search!r} and {criterion!r}")
-        border = tuple(str(text) for text in fit["at_border"])
-        found = SearchResult(
-            gamma, temperature, as_number("best_value", fit["best_value"]), as_count(fit["n_cells"]), border
-        )
+            raise ValueError(
+                f"expected a search and a criterion that are known, found {short(search)} and {short(criterion)}"
+            )
+        border, n_cells = tuple(as_list("at_border", fit["at_border"], str)), as_count("n_cells", fit["n_cells"])
+        found = SearchResult(gamma, temperature, as_number("best_value", fit["best_value"]), n_cells, border)
         return self._fitted(found, search, criterion)
 
 

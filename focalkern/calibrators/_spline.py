@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focalkern._checks import flag, number
 from focalkern._types import InputKind
-from focalkern.calibrators._document import as_count, as_number
+from focalkern.calibrators._document import as_array, as_count, as_number
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._parameters import LOGITS
@@ -251,7 +251,7 @@ class SplineScaling(FitsBatches):
         return top, {**fit, "covariance": self.covariance_.tolist()}
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-        n_classes = as_count(fit["n_classes"])
+        n_classes = as_count("n_classes", fit["n_classes"])
         knots = _array(document, "knots")
         m = len(knots)
         if knots.ndim != 1 or not LEAST_KNOTS <= m <= MOST_KNOTS or not (np.diff(knots) >= KNOT_GAP - 1e-9).all():
@@ -280,8 +280,8 @@ class SplineScaling(FitsBatches):
             "bias_": None,
             **{f"{name}_": array for name, array in arrays.items()},
             **{name: as_number(name, fit[name[:-1]]) for name in _FIT_NUMBERS},
-            "n_changed_": as_count(fit["n_changed"], least=0),
-            "passes_": as_count(fit["passes"]),
+            "n_changed_": as_count("n_changed", fit["n_changed"], least=0),
+            "passes_": as_count("passes", fit["passes"]),
             "converged_": fit["converged"],
         }
 
@@ -293,7 +293,7 @@ _LARGEST = 1e6
 
 
 def _array(document: Mapping[str, Any], name: str) -> _Array:
-    array = np.array(document[name], dtype=np.float64)
+    array = as_array(name, document[name])
     if not (np.abs(array) <= _LARGEST).all():
         raise ValueError(f"expected {name} to be numbers up to {_LARGEST:g}, found others")
     return array

@@ -11,7 +11,7 @@ from torch import Tensor
 from focalkern._checks import flag, number
 from focalkern._types import InputKind, compute_dtype
 from focalkern.calibrators._base import Calibrator
-from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_map, as_number
+from focalkern.calibrators._document import LEAST_EPSILON, as_array, as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._inputs import cannot_occur, probabilities
 from focalkern.calibrators._modules import RowMap, in_each_dtype
@@ -250,9 +250,8 @@ class StructuredScaling(Calibrator):
         return top, {"solver": self.solver_, "best_value": self.best_value_, "n_changed": self.n_changed_}
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-        n_classes = as_count(fit["n_classes"])
-        weight = np.array(document["weight"], dtype=np.float64)
-        bias = np.array(document["bias"], dtype=np.float64)
+        n_classes = as_count("n_classes", fit["n_classes"])
+        weight, bias = (as_array(name, document[name]) for name in ("weight", "bias"))
         shape = (n_classes,) if self.kind == "vector" else (n_classes, n_classes)
         if weight.shape != shape or bias.shape != (n_classes,):
             raise ValueError(
@@ -268,7 +267,8 @@ class StructuredScaling(Calibrator):
         as_map(numbers["focal_gamma_"], numbers["focal_temperature_"], names[2:])
         if not LEAST_EPSILON <= numbers["epsilon_"] < 1:
             raise ValueError(f"expected an epsilon between {LEAST_EPSILON:g} and 1, found {numbers['epsilon_']}")
-        value, changed = as_number("best_value", fit["best_value"]), as_count(fit["n_changed"], least=0)
+        value = as_number("best_value", fit["best_value"])
+        changed = as_count("n_changed", fit["n_changed"], least=0)
         done = {"best_value_": value, "n_changed_": changed, "solver_": str(fit.get("solver", "lbfgs"))}
         return {**numbers, "weight_": weight, "bias_": bias, **done}
 

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+import re
 import tracemalloc
 
 import pytest
@@ -139,6 +140,38 @@ def test_a_forged_file_predicts_probabilities_or_is_refused(documents, tmp_path)
     assert 300 < loaded < 2700  # both outcomes occur
 
 
+# The beginnings and ends of Python's and NumPy's own errors.
+PYTHON = re.compile(
+    r"object (has|is) |indices must|unhashable|argument must be|could not convert|inhomogeneous|unsized"
+)
+
+
+def test_a_value_of_another_kind_is_named_with_what_was_expected(documents, tmp_path):
+    """Also null, for every key; the error names the file, the expected and the found value, and the remedy."""
+    path = tmp_path / "calibrator.json"
+    refused = {}
+    for document in documents[::2]:  # those of named classes
+        forged = copy.deepcopy(document)
+        for part, key in [(part, key) for part, key in places(forged) if isinstance(part, dict) or key == 0]:
+            right = part[key]
+            for value in (None, [], {}, 3, "x", [{}]):
+                part[key] = value
+                path.write_text(json.dumps(forged))
+                try:
+                    fk.load_calibrator(path)
+                except ValueError as error:
+                    refused[str(key), str(value)] = text = str(error)
+                    assert text.startswith(str(path)) and not PYTHON.search(text), text
+                    assert "found" in text or "got" in text or "is missing" in text, text
+                    assert "valid calibrator" not in text or text.endswith("; fit and save it again"), text
+            part[key] = right
+    not_valid = f"{path}: not a valid calibrator: "
+    assert refused["fit", "None"] == f"{not_valid}fit must be an object, found None; fit and save it again"
+    assert refused["classes", "3"] == f"{not_valid}classes must be a list, found 3; fit and save it again"
+    assert refused["method", "[]"].endswith(", found []; fit and save it again")
+    assert refused["weight", "{}"].startswith(f"{not_valid}weight must be a list")
+
+
 @pytest.mark.parametrize("n_classes", [200_000_000, 2**31, 10**30])
 def test_a_file_that_claims_a_large_size_takes_no_memory(documents, n_classes, tmp_path):
     path = tmp_path / "calibrator.json"
@@ -194,7 +227,7 @@ def test_a_table_of_steps_is_no_larger_than_its_file(tmp_path):
         ),
         ("focal-temperature", {"parameters": {"gammas": []}}, "gammas must have at least one value, got none"),
         ("temperature", {"fit": {"classes": ["a", "a", "b"]}}, "expected every class once, found ['a', 'a', 'b']"),
-        ("temperature", {"fit": {"n_classes": 1}}, "expected a count of at least 2, found 1"),
+        ("temperature", {"fit": {"n_classes": 1}}, "n_classes must be a count of at least 2, found 1"),
         ("temperature", {"fit": {"one_logit": True}}, "expected 2 classes where a row is one logit, found 3"),
     ],
 )

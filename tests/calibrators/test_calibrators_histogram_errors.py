@@ -20,11 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
         (lambda d: d.update(edges=[0, 0.7, 0.6, 1]), "expected ascending edges from 0 to 1"),
         (lambda d: d.update(values=[0.5, 1.5, 0.5]), "expected values in [0, 1]"),
         (lambda d: d.update(values=[0.5, None, 0.5]), "a value must be a finite number, found None"),
-        (lambda d: d["fit"].update(counts=[1, 2, -1]), "expected a count of at least 0, found -1"),
+        (lambda d: d["fit"].update(counts=[1, 2, -1]), "a count must be a count of at least 0, found -1"),
         (lambda d: d.pop("values"), "'values' is missing"),
         (lambda d: d.pop("fit"), "'fit' is missing"),
         (lambda d: d["scaling"].update(temperature=-1.0), "expected gamma > -1 and temperature > 0"),
-        (lambda d: d["scaling"].update(method="none"), "'none' is missing"),
+        (lambda d: d["scaling"].update(method="none"), "multi-label, found 'none'; fit and save it again"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(spoil, words, tmp_path):

@@ -145,7 +145,7 @@ def change(**changes):
         (change(temperature="2"), "temperature must be a finite number, found '2'"),
         (change(parameters="none"), "not a valid calibrator"),
         (change(parameters__criterion="mce"), "criterion must be one of nll, brier, ece, got 'mce'"),
-        (change(fit__n_samples=0), "expected a count of at least 1, found 0"),
+        (change(fit__n_samples=0), "n_samples must be a count of at least 1, found 0"),
         (change(fit__best_value=float("nan")), "best_value must be a finite number"),
     ],
 )
