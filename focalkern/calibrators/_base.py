@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import json
 import os
 import threading
@@ -22,7 +23,7 @@ from focalkern._diagnostics import (
     one_logit_problems,
     refuse_probs,
 )
-from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_document, to_document
+from focalkern.calibrators._document import FORMAT_VERSION, class_of, from_document, read_document, to_document
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Fitted, Layout
 from focalkern.calibrators._inputs import floored_input
@@ -222,14 +223,15 @@ class Calibrator(Fitted):
         """Read a calibrator that ``save`` wrote.
 
         Args:
-            path: the file.
+            path: the file. A file of a subclass without its own ``method`` has the arguments of its base class.
 
         Returns:
-            The fitted calibrator.
+            The fitted calibrator, of this class. The other arguments of a subclass have their defaults.
 
         Raises:
             OSError: the file cannot be read.
             ValueError: the file is not a calibrator, or has another format version or another class.
+            TypeError: an argument of a subclass is neither in the file nor has a default.
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
@@ -238,14 +240,26 @@ class Calibrator(Fitted):
             2.8854
         """
         document = read_document(path_text(cls.__name__, "path", path))
-        if document["method"] != cls.method:
+        saved = class_of(document["method"])
+        method = getattr(cls, "method", cls.__name__)
+        if method != saved.method and not issubclass(saved, cls):
             raise ValueError(
-                f"{path}: expected a calibrator of method {cls.method!r}, found {document['method']!r}; "
-                "load_calibrator reads any"
+                f"{path}: expected a calibrator of method {method!r}, found {saved.method!r}; load_calibrator reads any"
             )
-        loaded = from_document(path, document)
+        kind = saved if issubclass(saved, cls) else cls
+        absent = [
+            name
+            for name, default in kind._defaults().items()
+            if default is inspect.Parameter.empty and name not in saved._defaults()
+        ]
+        if absent:
+            raise TypeError(
+                f"{cls.__name__}: load expected a default for each argument that {saved.__name__} lacks, found none "
+                f"for {', '.join(absent)}; give it one, or call load_calibrator, which returns a {saved.__name__}"
+            )
+        loaded = from_document(path, document, kind)
         loaded._look_at_next(loaded.input_kind == "logits")
-        return loaded  # type: ignore[return-value]
+        return cast(Self, loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name != "_made_for"}

@@ -23,6 +23,7 @@ __all__ = [
     "as_map",
     "as_number",
     "calibrator_from_json",
+    "class_of",
     "columns_of_fit",
     "data_of_fit",
     "from_document",
@@ -115,22 +116,26 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"focalkern {writer}; {remedy}"
         )
     try:
-        _class_of(document.get("method"))
+        class_of(document.get("method"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; fit and save it again") from None
     return document
 
 
-def _class_of(method: Any) -> type[Fitted]:
-    if method not in tuple(BY_METHOD):  # a tuple, because a list or an object in JSON has no hash
-        raise ValueError(f"expected a method out of {', '.join(BY_METHOD)}, found {short(method)}")
-    return BY_METHOD[method]
+def class_of(method: Any) -> type[Fitted]:
+    """The class of a calibrator in a file."""
+    # AutoCalibrator saves the calibrator that it has chosen.
+    known = {name: kind for name, kind in BY_METHOD.items() if kind._fitted_from_json != Fitted._fitted_from_json}
+    if method not in tuple(known):  # a tuple, because a list or an object in JSON has no hash
+        raise ValueError(f"expected a method out of {', '.join(known)}, found {short(method)}")
+    return known[method]
 
 
-def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Fitted:
-    """A calibrator from parsed JSON whose format, version and method are checked."""
+def from_document(path: str | os.PathLike[str], document: Mapping[str, Any], cls: type[Fitted] | None = None) -> Fitted:
+    """A calibrator from parsed JSON whose format, version and method are checked; ``cls`` as in
+    :func:`calibrator_from_json`."""
     try:
-        return calibrator_from_json(document)
+        return calibrator_from_json(document, cls)
     except KeyError as error:
         raise ValueError(
             f"{path}: not a complete calibrator, {error.args[0]!r} is missing; fit and save it again"
@@ -139,16 +144,25 @@ def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> 
         raise ValueError(f"{path}: not a valid calibrator: {error}; fit and save it again") from error
 
 
-def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
-    """A calibrator, possibly nested in another one. It is fitted if the document has the key ``fit``."""
+def calibrator_from_json(document: Mapping[str, Any], cls: type[Fitted] | None = None) -> Fitted:
+    """A calibrator, possibly nested in another one. It is fitted if the document has the key ``fit``.
+
+    Args:
+        document: parsed JSON.
+        cls: the class of the result, a subclass of the saved class whose own arguments have defaults; None is the saved
+            class.
+    """
     document = _as("a calibrator", document, dict)
-    cls = _class_of(document["method"])
+    saved = class_of(document["method"])
+    cls = cls or saved
     given = _as("parameters", document["parameters"], dict)
-    parameters = {key: value for key, value in given.items() if key in cls._defaults()}
+    parameters = {key: value for key, value in given.items() if key in saved._defaults()}
     for key, value in parameters.items():
         if isinstance(value, dict):
             parameters[key] = calibrator_from_json(value)
-    calibrator = cls(**parameters)
+    takes = cls._defaults()
+    calibrator = cls(**{key: value for key, value in parameters.items() if key in takes})
+    vars(calibrator).update({key: value for key, value in parameters.items() if key not in takes})
     calibrator._check_parameters()
     if "fit" not in document and "format" not in document:
         return calibrator
@@ -200,10 +214,9 @@ def _as(name: str, value: Any, kind: type[_Value]) -> _Value:
     return value
 
 
-def as_list(name: str, value: Any, kind: type[_Value] | None = None) -> list[_Value]:
+def as_list(name: str, value: Any, kind: type[Any] = object) -> list[Any]:
     """A list from JSON, of values of this kind."""
-    found = _as(name, value, list)
-    return found if kind is None else [_as(f"{name}[{place}]", one, kind) for place, one in enumerate(found)]
+    return [_as(f"{name}[{place}]", one, kind) for place, one in enumerate(_as(name, value, list))]
 
 
 def as_array(name: str, value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -13,6 +13,7 @@ from conftest import assert_close, peer
 from scaling_cases import BOTH, COARSE, fitted, sample
 
 from focalkern.calibrators import (
+    Calibrator,
     HistogramBinning,
     IsotonicCalibration,
     RobustTemperatureScaling,
@@ -21,6 +22,7 @@ from focalkern.calibrators import (
     TemperatureScaling,
     load_calibrator,
 )
+from focalkern.calibrators._fitted import BY_METHOD
 
 # The data are small or odd, so many fits warn; test_calibrators_warnings.py tests the warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
@@ -138,6 +140,7 @@ def change(**changes):
         (change(format_version=4), "; fit and save it again with this version"),
         (change(format_version=True), "found True"),
         (change(method="curve"), "found 'curve'"),
+        (change(method="auto"), "histogram, multi-label, found 'auto'; fit and save it again"),
         (change(temperature=None), "'temperature' is missing"),
         (change(fit__n_classes=None), "'n_classes' is missing"),
         (change(temperature=0), "expected gamma > -1 and temperature > 0, at most 1e+06 and 1e+30, found 0.0 and 0.0"),
@@ -156,6 +159,46 @@ def test_a_bad_file_is_named_with_what_is_wrong(spoil, words, tmp_path):
     with pytest.raises(ValueError, match=r"calibrator\.json: ") as caught:
         load_calibrator(path)
     assert words in str(caught.value)
+
+
+class Mine(TemperatureScaling):
+    """A user's calibrator with an argument of its own, and without most of those of its base class."""
+
+    def __init__(self, *, floor=0.1, name="mine"):
+        super().__init__(floor=floor, criterion="brier")
+        self.name = name
+
+
+class Required(TemperatureScaling):
+    def __init__(self, note, **options):
+        super().__init__(**options)
+        self.note = note
+
+
+def test_a_subclass_loads_its_own_class(tmp_path, monkeypatch):
+    monkeypatch.setitem(BY_METHOD, "own", None)  # a class with a method enters itself
+
+    class Own(Mine):
+        method = "own"
+
+    path, (logits, target) = tmp_path / "calibrator.json", sample(100)
+    of_subclass = Mine(floor=0.2, name="cat")
+    of_subclass.criterion = "nll"
+    of_subclass.fit(logits, target).save(path)
+    loaded = Mine.load(path)
+    assert (type(loaded), loaded.floor, loaded.criterion, loaded.name) == (Mine, 0.2, "nll", "mine")
+    assert torch.equal(loaded.predict_proba(logits), of_subclass.predict_proba(logits))
+    assert type(load_calibrator(path)) is type(TemperatureScaling.load(path)) is TemperatureScaling
+    assert type(Calibrator.load(path)) is TemperatureScaling
+    words = "^Required: load expected a default for each argument that TemperatureScaling lacks, found none for note; "
+    with pytest.raises(TypeError, match=words):
+        Required.load(path)
+    with pytest.raises(ValueError, match="expected a calibrator of method 'isotonic', found 'temperature'"):
+        IsotonicCalibration.load(path)
+    with pytest.raises(ValueError, match="expected a calibrator of method 'own', found 'temperature'"):
+        Own.load(path)
+    Own().fit(logits, target).save(path)
+    assert {type(kind.load(path)) for kind in (Own, Mine, TemperatureScaling, Calibrator)} == {Own}
 
 
 def test_a_missing_file_is_the_usual_error(tmp_path):
