@@ -123,7 +123,7 @@ def check_arguments(
     if not input.is_floating_point():
         raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
     check_floating(op, "input", input)
-    _check_target(op, input, target)
+    check_target(op, input, target)
     if scores is not None:
         check_scores(op, input, target, scores, kind)
     for name, value in ((gamma_name, gamma), (second_name, second), ("weight", weight)):
@@ -145,7 +145,7 @@ def check_arguments(
     check_reduction(op, reduction)
 
 
-def _check_target(op: str, input: Tensor, target: Tensor) -> None:
+def check_target(op: str, input: Tensor, target: Tensor) -> None:
     check_same_device(op, "target", target, input)
     if target.is_complex():
         raise TypeError(f"{op}: target must be floating point, bool or integer, got {target.dtype}")

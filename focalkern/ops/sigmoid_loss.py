@@ -19,7 +19,7 @@ from focalkern._checks import (
 )
 from focalkern._devices import autocast_is_on
 from focalkern._types import PLAIN_TENSORS, Reduction, ScoredTarget
-from focalkern.fallback.sigmoid_loss import check_scores
+from focalkern.fallback.sigmoid_loss import check_scores, check_target
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._dtensor import is_dtensor, loss_of_elements_over_mesh
 
@@ -263,6 +263,8 @@ def element_loss(
     if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     try:
+        if torch.compiler.is_compiling() and not _fits(input, target):
+            check_target(op, input, target)  # the error of an operator in a graph could not get the remedy
         return function(input, target, gamma, second, weight, scores, kind, constant, code, ignore_index)
     except (TypeError, RuntimeError) as error:  # arguments are checked only after an error, for speed
         label(op, "ignore_index", ignore_index)
@@ -273,6 +275,15 @@ def element_loss(
             raise
         names = ("target",) if scores is None else ("labels", "scores")
         raise ValueError(f"{error}{_shape_remedy(input, target, names)}") from None
+
+
+def _fits(input: Tensor, target: Tensor) -> bool:
+    """Whether the target has the shape of the logits, or is labels of theirs."""
+    if target.shape == input.shape:
+        return True
+    class_dim = min(input.dim() - 1, 1)
+    expected = input.shape[:class_dim] + input.shape[class_dim + 1 :]
+    return target.shape == expected and not target.is_floating_point() and target.dtype != torch.bool
 
 
 def _shape_remedy(input: Tensor, target: Tensor, names: tuple[str, ...]) -> str:

@@ -1,6 +1,7 @@
 """Derivatives, graphs, modules and errors of the losses of independent logits."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -123,6 +124,20 @@ def test_modules_compile_and_export(device, dynamo, module):
         assert_close(grads(loss, x)[0], grads(module(x, t), x)[0])
         exported = torch.export.export(module, (x, t))
         assert_close(exported.module()(x, t), module(x, t))
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "remedy"),
+    [
+        ((7, 1), torch.rand(7), "pass target.view_as(input)"),
+        ((2, 3, 4), torch.ones(2, 1, 4).long(), "pass target.squeeze(1)"),
+        ((7, 3), torch.ones(7), "labels are integers: target.long()"),
+        ((3, 4, 5), torch.ones(4, 5).long(), "for one image [C, d1, ...] pass input[None] and target[None]"),
+    ],
+)
+def test_an_error_of_a_graph_has_the_remedy(dynamo, shape, target, remedy):
+    with pytest.raises(ValueError, match=f"^quality_focal_loss: target .*{re.escape(remedy)}$"):
+        torch.compile(fk.quality_focal_loss, backend="eager")(torch.zeros(shape), target)
 
 
 def test_compiles_with_dynamic_shapes(device, dynamo):
