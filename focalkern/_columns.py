@@ -14,6 +14,7 @@ __all__ = [
     "class_columns",
     "column_misfit",
     "kind_from_name",
+    "listed",
     "other_order",
     "pattern_of_classes",
 ]
@@ -105,7 +106,7 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
     twice = sorted({name for name in found if found.count(name) > 1})
     if twice:
         raise ColumnsError(
-            f"expected every column once, found several called {_listed(twice)}", "rename or delete all but one"
+            f"expected every column once, found several called {listed(twice)}", "rename or delete all but one"
         )
     groups: dict[str, list[int]] = {}
     for place in places:
@@ -120,14 +121,14 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
             return _in_order(names, prefix, group)
         if pattern is None:
             ends = f"{names[group[0]]!r} to {names[group[-1]]!r}"
-            raise ColumnsError(f"expected only columns of classes and labels, found {_listed(others)} next to {ends}")
+            raise ColumnsError(f"expected only columns of classes and labels, found {listed(others)} next to {ends}")
     elif groups and pattern is None:
         shown = " and ".join(f"{prefix}*" for prefix in groups)
         raise ColumnsError(f"expected one group of numbered columns, found {len(groups)}: {shown}")
     if pattern is None:
         odd = [name for name in found if _NO_CLASS.fullmatch(name.strip())]
         if odd:
-            raise ColumnsError(f"expected only columns of classes and labels, found {_listed(odd)}")
+            raise ColumnsError(f"expected only columns of classes and labels, found {listed(odd)}")
     return ClassColumns(places, found)
 
 
@@ -144,11 +145,11 @@ def _matching(names: Sequence[str], pattern: str) -> list[int]:
         group = chosen if matching(part) else left_out
         of_part = matching(part) or matching(part.removeprefix("!"))
         if not of_part:
-            raise ColumnsError(f"expected columns that match {part.removeprefix('!')!r}, found {_listed(names)}")
+            raise ColumnsError(f"expected columns that match {part.removeprefix('!')!r}, found {listed(names)}")
         group |= of_part
     found = (chosen or matching("*")) - left_out
     if not found:
-        raise ColumnsError(f"expected columns that match {pattern!r}, found {_listed(names)}")
+        raise ColumnsError(f"expected columns that match {pattern!r}, found {listed(names)}")
     return sorted(found)
 
 
@@ -189,7 +190,7 @@ def other_order(columns: ClassColumns, labels: Collection[str]) -> str:
     if columns.numbers is None or None in found or len(prefixes) > 1 or numbers == sorted(numbers):
         return ""
     return (
-        f"whose alphabetical order is {_listed(names[:4])}, ..., for the columns {columns.names[0]!r} to "
+        f"whose alphabetical order is {listed(names[:4])}, ..., for the columns {columns.names[0]!r} to "
         f"{columns.names[-1]!r}; call the columns as the labels, or pass integers, or the array of the classes "
         "(.to_numpy()) if its columns are in alphabetical order"
     )
@@ -218,7 +219,7 @@ def _in_order(names: Sequence[str], prefix: str, group: list[int]) -> ClassColum
     if missing:
         raise ColumnsError(
             f"expected classes numbered without gaps, found {prefix}{ordered[0]} to {prefix}{ordered[-1]} without "
-            f"{_listed([f'{prefix}{number}' for number in missing])}",
+            f"{listed([f'{prefix}{number}' for number in missing])}",
             f"number columns and labels from 0 to {len(ordered) - 1}, or add the missing columns (logits -inf, "
             "probabilities 0)",
         )
@@ -226,6 +227,7 @@ def _in_order(names: Sequence[str], prefix: str, group: list[int]) -> ClassColum
     return ClassColumns(places, [names[place] for place in places], ordered, prefix)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, for an error."""
     shown = ", ".join(short(name) if name.strip() else f"{name!r} (no name)" for name in names[:8])
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from focalkern._checks import count_rows, counted, short
+from focalkern._columns import listed, pattern_of_classes
 from focalkern._devices import cpu_by_default
 from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling, RobustTemperatureScaling
-from focalkern.files import InputError, LogitSet
+from focalkern.files import Hint, InputError, LogitSet
 from focalkern.files.inputs import UnlabelledRows
 from focalkern.files.tables import check_column_names
 from focalkern.study.remarks import remarks_on_bins, remarks_on_samples
@@ -176,10 +177,32 @@ def check_fits(name: str, calibrator: Calibrator, rows: Samples | UnlabelledRows
             f"{rows.source}: expected {kind}, for which {name} was fitted, found {rows.kind}; pass {kind}, or fit a "
             f"calibrator to {rows.kind}"
         )
-    if rows.n_classes != calibrator.n_classes_:
-        raise InputError(
-            f"{rows.source}: expected the {calibrator.n_classes_} classes of {name}, found {rows.n_classes}; use a "
-            "calibrator of the same network"
-        )
     wanted = calibrator._expected_columns(columns)
+    if rows.n_classes != calibrator.n_classes_:
+        expected = f"the {calibrator.n_classes_} classes of {name}"
+        raise InputError(
+            rows.source, expected, **_other_classes(calibrator.n_classes_, rows.n_classes, wanted, columns)
+        )
     check_column_names(f"the columns to which {name} was fitted", wanted, rows.source, columns)
+
+
+def _other_classes(of_fit: int, n_classes: int, wanted: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
+    """The found classes and the remedy, as arguments of the error of rows with ``n_classes`` classes.
+
+    Args:
+        of_fit: the number of classes of the calibrator.
+        n_classes: that of the rows.
+        wanted: names of the columns to which the calibrator was fitted; empty if they are not known.
+        columns: those of the rows; empty without names.
+    """
+    others = [column for column in columns if column not in wanted]
+    if wanted and n_classes - len(others) == of_fit:
+        hint = Hint("logits_key", pattern_of_classes(columns, others))
+        return {"found": f"{n_classes}, with {listed(others)} besides", "hint": hint}
+    remedy = "use a calibrator of the same network"
+    if not columns:
+        return {"found": f"{n_classes}; {remedy}"}
+    if n_classes < of_fit:
+        return {"found": f"{n_classes}: {listed(columns)}; {remedy}"}
+    words = f"{n_classes}: {listed(columns)}; {remedy}, or leave out the columns that are no classes"
+    return {"found": words, "hint": Hint("logits_key", "'*,!NAME'")}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focalkern._columns import listed
 from focalkern._diagnostics import repeated_rows
 from focalkern.files import Hint, InputError, LogitSet
 from focalkern.files.tables import check_column_names
@@ -71,15 +72,16 @@ def select_samples(
         except InputError as error:
             raise error._renamed(labels="test_labels") from None
         reported = _one(test, others, "test")
+        of_val, of_test = (() if rows.memory is None else rows.memory.classes for rows in (validation, reported))
         if reported.n_classes != validation.n_classes:
-            raise InputError(
-                f"{test}: expected the {validation.n_classes} classes of {source}, found {reported.n_classes}"
-            )
+            more = [name for name in of_test if of_val and name not in of_val]
+            besides = f", with {listed(more)} besides" if more else ""
+            expected = f"the {validation.n_classes} classes of {source}"
+            raise InputError(test, expected, f"{reported.n_classes}{besides}")
         if reported.kind != validation.kind:
             raise InputError(f"{test}: expected {validation.kind} as in {source}, found {reported.kind}")
-        if validation.memory is not None and reported.memory is not None:
-            names = validation.memory.classes, reported.memory.classes
-            check_column_names(f"the columns of {source}", names[0], test, names[1])
+        if of_val and of_test:
+            check_column_names(f"the columns of {source}", of_val, test, of_test)
         return validation, reported
     if "val" in sets and "test" in sets:
         validation, reported = sets["val"], sets["test"]

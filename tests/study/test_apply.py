@@ -184,6 +184,41 @@ def test_shards_in_the_order_of_their_numbers_without_quotes(folder, run):
         assert torch.equal(written("p.npy")["probs"], expected(LOGITS.half().float()))
 
 
+def test_a_column_that_is_no_class_is_named(folder, run):
+    for name, names, label in (
+        ("fit.csv", NAMES, True),
+        ("more.csv", [*NAMES, "length"], False),
+        ("more_test.csv", [*NAMES, "length"], True),
+        ("less.csv", NAMES[:3], False),
+    ):
+        values = np.concatenate([LOGITS.numpy(), np.linspace(0.1, 9, 50)[:, None]], axis=1)[:, : len(names)]
+        labels = [[NAMES[k]] if label else [] for k in LOGITS.argmax(-1)]
+        with open(name, "w", newline="") as stream:
+            rows = csv.writer(stream)
+            rows.writerow([*(["label"] if label else []), *names])
+            rows.writerows([*one, *row] for one, row in zip(labels, values.tolist(), strict=True))
+    evidence = {"data": {"validation": {"classes": NAMES}}}
+    fk.TemperatureScaling().fit_quietly(LOGITS, LOGITS.argmax(-1)).save("named.json", evidence=evidence)
+    besides = "found 5, with 'length' besides"
+    for command, words in (
+        (("apply", "named.json", "more.csv", "--out", "p.npy"), f"{besides}; pass --logits-key '*,!length'"),
+        (("evaluate", "more_test.csv", "--calibrator", "named.json"), f"{besides}; pass --logits-key '*,!length'"),
+        (("calibrate", "fit.csv", "--test", "more_test.csv"), f"expected the 4 classes of fit.csv, {besides}"),
+        (
+            ("apply", "c.json", "more.csv", "--out", "p.npy"),
+            "found 5: 'ant', 'bee', 'cat', 'dog', 'length'; use a calibrator of the same network, or leave out the "
+            "columns that are no classes; pass --logits-key '*,!NAME'",
+        ),
+        (
+            ("apply", "named.json", "less.csv", "--out", "p.npy"),
+            "found 3: 'ant', 'bee', 'cat'; use a calibrator of the same network\n",
+        ),
+    ):
+        code, _, err = run(*command)
+        assert code == 2 and words in err, err
+    assert run("apply", "named.json", "more.csv", "--out", "p.npy", "--logits-key", "*,!length")[0] == 0
+
+
 def test_an_array_by_name_and_half_precision(folder, run):
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({"outputs": LOGITS.bfloat16()}, "x.safetensors")
