@@ -139,7 +139,7 @@ def describe_evidence(cross_validation: CrossValidation) -> str:
     if not math.isfinite(cross_validation.winner.loss):
         return (
             f"The {loss} is infinite with and without calibration, because a row gives its true class probability 0. "
-            "Use criterion brier, or replace zeros by a small probability."
+            "Use criterion='brier', or replace zeros by a small probability."
         )
     winner = cross_validation.winner
     if cross_validation.chosen == 0:
@@ -163,7 +163,7 @@ def describe_predictions(changed: int, rows: int, accuracies: tuple[float, float
     if changed == 0:
         return "No predicted class changes."
     effect = "" if accuracies is None else f" (accuracy {accuracies[1] - accuracies[0]:+.4f})"
-    return f"{changed:,} of {rows:,} predictions change{effect}, none with keep_predictions."
+    return f"{changed:,} of {rows:,} predictions change{effect}, none with keep_predictions=True."
 
 
 def describe_copies(cross_validation: CrossValidation) -> list[str]:

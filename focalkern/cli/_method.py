@@ -3,6 +3,7 @@
 import argparse
 
 from focalkern.calibrators import CANDIDATES, Binning, Criterion
+from focalkern.calibrators._candidates import as_candidates, keeps_predictions
 from focalkern.files import InputError
 
 __all__ = ["GRID", "candidate_names", "settle_method"]
@@ -34,6 +35,7 @@ def settle_method(arguments: argparse.Namespace) -> tuple[Binning | None, Criter
     for option in ("candidates", "keep_predictions"):
         if getattr(arguments, option) and method != "auto":
             raise InputError(f"--{option.replace('_', '-')}: expected only with --method auto, found {method}")
+    _check_candidates(arguments)
     if search in ("nll", "brier") and arguments.criterion not in (None, search):
         raise InputError(f"--search {search}: expected --criterion {search}, or none, found {arguments.criterion}")
     if search not in GRID and method == "histogram":
@@ -43,6 +45,20 @@ def settle_method(arguments: argparse.Namespace) -> tuple[Binning | None, Criter
     binning: Binning | None = arguments.binning or ("equal_mass" if method == "histogram" else None)
     criterion: Criterion = arguments.criterion or ("brier" if search == "brier" else "nll")
     return binning, criterion
+
+
+def _check_candidates(arguments: argparse.Namespace) -> None:
+    """Raises for candidates that may change predicted classes, with ``--keep-predictions``."""
+    if not (arguments.keep_predictions and arguments.candidates):
+        return
+    made = as_candidates(tuple(CANDIDATES), "nll", "logits")
+    changing = ", ".join(name for name in arguments.candidates if not keeps_predictions(made[name]))
+    if changing:
+        others = ", ".join(name for name, candidate in made.items() if keeps_predictions(candidate))
+        raise InputError(
+            f"--keep-predictions: expected only candidates that change no predicted class ({others}), "
+            f"found {changing}; leave out {changing}, or --keep-predictions"
+        )
 
 
 def _check_auto(arguments: argparse.Namespace) -> None:

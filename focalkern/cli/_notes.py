@@ -1,13 +1,29 @@
-"""Prints the notes that accompany a command's results."""
+"""The notes that accompany a command's results, in the words of the command."""
 
 import textwrap
+from dataclasses import replace
 from typing import TextIO
 
 from focalkern.cli._options import as_options
+from focalkern.study import Study
 
-__all__ = ["print_note", "print_wrapped"]
+__all__ = ["print_note", "print_wrapped", "with_options"]
 
 _COLUMNS = 100
+
+
+def with_options(study: Study) -> Study:
+    """The study with options of the command in place of arguments of functions, in its verdict and its remarks."""
+    said = study.verdict
+    verdict = replace(
+        said,
+        use=as_options(said.use),
+        because=as_options(said.because),
+        costs=as_options(said.costs),
+        accepts=as_options(said.accepts),
+        warnings=tuple(map(as_options, said.warnings)),
+    )
+    return replace(study, verdict=verdict, remarks=tuple(map(as_options, study.remarks)))
 
 
 def print_note(text: str, file: TextIO | None = None) -> None:

@@ -45,7 +45,7 @@ Number = TypeVar("Number", int, float)
 _OPTIONS = {"resamples": "bootstrap"}  # the options with another name than their argument
 _WITH_OPTION = "criterion|ignore_index|input_kind|keep_predictions|labels_key|logits_key|n_bins|resamples"
 _PYTHON_ONLY = "floor|widen"
-_ARGUMENT = re.compile(rf"\b(?:({_WITH_OPTION})|(?<!in Python, )(?:{_PYTHON_ONLY}))=('[^']*'|-?[\w.]+)")
+_ARGUMENT = re.compile(rf"\b(?:({_WITH_OPTION})|(?<!in Python, )(?:{_PYTHON_ONLY}))=('[^']*'|-?\w+(?:\.\w+)*)")
 
 
 def in_options(error: Exception) -> str:

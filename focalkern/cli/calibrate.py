@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,11 +16,10 @@ from focalkern.calibrators._candidates import DEFAULT_CANDIDATES
 from focalkern.cli._formats import FORMATS_HELP
 from focalkern.cli._method import GRID, candidate_names, settle_method
 from focalkern.cli._next import next_commands, print_next
-from focalkern.cli._notes import print_note
+from focalkern.cli._notes import print_note, with_options
 from focalkern.cli._options import (
     OneOrMany,
     add_input_arguments,
-    as_options,
     at_least_one,
     check_out,
     check_out_folder,
@@ -258,7 +256,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError(
             f"{validation.source}: expected rows in memory for {option}, found rows that are read in parts"
         )
-    study = report.run_study(
+    compared = report.run_study(
         validation,
         test,
         gammas=gammas,
@@ -276,6 +274,7 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         accept_risk=arguments.accept_risk,
     )
+    study = with_options(compared)
     cells = None if arguments.report is None else report.cells_of(study)  # all processes take part
     processes.close()
     if processes.rank > 0:
@@ -315,7 +314,7 @@ def _write(
 def _show(
     arguments: argparse.Namespace, study: Study, document: dict[str, Any], criterion: Criterion, written: list[str]
 ) -> None:
-    verdict = replace(study.verdict, warnings=tuple(map(as_options, study.verdict.warnings)))
+    verdict = study.verdict
     if arguments.json:
         print(json.dumps(document, indent=2, allow_nan=False))
     else:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from focalkern._atomic import write_atomically
-from focalkern.cli._options import check_out, path_of, same_file
+from focalkern.cli._options import as_options, check_out, path_of, same_file
 from focalkern.files import InputError
 from focalkern.study import calibrator_card
 
@@ -34,7 +34,7 @@ def _run(arguments: argparse.Namespace) -> int:
         check_out(arguments.out, "--out")
         if same_file(arguments.out, arguments.calibrator):
             raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
-    card = calibrator_card(arguments.calibrator)
+    card = as_options(calibrator_card(arguments.calibrator))
     if arguments.out is None:
         # Markdown in a file or pipe is UTF-8 in every locale; the terminal prints its own encoding.
         if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():

@@ -14,7 +14,7 @@ from focalkern import study as report
 from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS
 from focalkern.cli._demo_data import LOSSES, demo_rows
-from focalkern.cli._notes import print_wrapped
+from focalkern.cli._notes import print_wrapped, with_options
 from focalkern.cli._options import check_out_folder, path_of
 from focalkern.cli._options import seed as seed_of
 from focalkern.files import LogitSet
@@ -86,12 +86,13 @@ def _calibrate(arguments: argparse.Namespace, name: str, val: LogitSet, test: Lo
     folder = arguments.out / _folder(name)
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "logits.npz"
-    study = report.run_study(
+    compared = report.run_study(
         replace(val, source=str(source)),
         replace(test, source=str(source)),
         gammas=DEFAULT_GAMMAS,
         temperatures=PAPER_TEMPERATURES,
     )
+    study = with_options(compared)
     arrays = io.BytesIO()
     np.savez_compressed(
         arrays,

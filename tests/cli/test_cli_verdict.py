@@ -1,5 +1,6 @@
 """The command's verdict and candidates."""
 
+import html
 import json
 
 import cli_cases
@@ -31,7 +32,7 @@ def test_candidates_by_name_and_predictions_that_are_kept(both, run):
     code, out, err = run("calibrate", both, "--candidates", "platt")
     assert (code, out) == (2, "") and "expected names out of none, temperature, " in err and "got 'platt'" in err
     code, out, err = run("calibrate", both, "--keep-predictions", "--candidates", "isotonic")
-    assert (code, out) == (2, "") and "isotonic may change predicted classes" in err
+    assert (code, out) == (2, "") and "found isotonic; leave out isotonic, or --keep-predictions" in err
     code, out, err = run("calibrate", both, "--keep-predictions", "--method", "temperature")
     assert (code, out) == (2, "") and "--keep-predictions: expected only with --method auto, found temperature" in err
 
@@ -71,7 +72,8 @@ def test_a_forest_gets_a_calibrated_model(run, tmp_path):
         ("logits_key='*,!a b' takes", "--logits-key '*,!a b' takes"),
         ("floor=0.0005 gives every", "in Python, floor=0.0005 gives every"),
         ("widen=True extends the search", "in Python, widen=True extends the search"),
-        ("none with keep_predictions.", "none with keep_predictions."),
+        ("none with keep_predictions=True.", "none with --keep-predictions."),
+        ("Use criterion='brier', or", "Use --criterion brier, or"),
         ("T = 2, gamma=1", "T = 2, gamma=1"),
     ],
 )
@@ -91,7 +93,24 @@ def test_notes_and_errors_name_options(run, tmp_path):
     out = " ".join(run("calibrate", tmp_path / "votes.npz", *options, "temperature,structured-vector")[1].split())
     assert "probability 0: in Python, floor=" in out and "in Python, in Python" not in out
     code, _, err = run("calibrate", tmp_path / "scores.npz", *options, "isotonic", "--keep-predictions")
-    assert (code, err.partition("; ")[2]) == (2, "leave out either them or keep_predictions\n")
+    assert (code, err.partition("; ")[2]) == (2, "leave out isotonic, or --keep-predictions\n")
+    assert err.startswith("focalkern calibrate: --keep-predictions: expected only candidates that change no predicted ")
+    assert "(none, temperature, focal-temperature, spline), found isotonic;" in err
+
+
+def test_no_output_has_the_names_of_python(run, tmp_path):
+    """The verdict, the notes, the report, the JSON, the calibrator's evidence and its card."""
+    logits, labels = cli_cases.sample(300, 0)
+    mixed = logits @ (np.eye(5) + 0.6 * np.roll(np.eye(5), 1, 0))  # which a matrix inverts
+    np.savez(tmp_path / "mixed.npz", logits=mixed, labels=labels)
+    command = ("calibrate", tmp_path / "mixed.npz", "--bootstrap", "0", "--candidates", "spline-matrix")
+    code, out, _ = run(*command, "--report", tmp_path / "r", "--out", tmp_path / "c.json")
+    card = run("card", tmp_path / "c.json")[1]
+    written = [(tmp_path / name).read_text() for name in ("c.json", "r/report.html", "r/report.json")]
+    assert code == 0
+    for text in (out, card, *written):
+        assert "none with --keep-predictions." in html.unescape(" ".join(text.split()))
+        assert "keep_predictions" not in text
 
 
 def test_a_column_without_a_label_begins_the_verdict(run, tmp_path):

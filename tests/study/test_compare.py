@@ -170,7 +170,7 @@ def test_few_rows_cause_a_warning():
     assert "keep_predictions=True is safer" in changing.verdict.warnings[0]
     changed = int((changing.calibrator.changed(mixed(300, 1)[0])).sum())
     before, after = changing.results[0].test["accuracy"], changing.chosen.test["accuracy"]
-    costs = f"{changed} of 300 predictions change (accuracy {after - before:+.4f}), none with keep_predictions."
+    costs = f"{changed} of 300 predictions change (accuracy {after - before:+.4f}), none with keep_predictions=True."
     assert changing.verdict.costs == costs
 
 
