@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def calibrator_card(path: str | os.PathLike[str]) -> str:
 
     Its sections follow the model cards of Hugging Face: details, uses, how to start, data, evaluation, limits, source.
     Data, date and metrics come from :meth:`focalkern.Study.save` or ``focalkern calibrate``. If the file of the
-    calibrator lacks them, the card says that they are not recorded.
+    calibrator lacks them, or has other evidence, the card says that they are not recorded.
 
     Args:
         path: the file of the calibrator.
@@ -57,19 +57,30 @@ def calibrator_card(path: str | os.PathLike[str]) -> str:
     document = json.loads(Path(name).read_text("utf-8"))
     found = document["fit"].get("evidence", {})
     evidence = found if isinstance(found, dict) else {}
-    row: dict[str, Any] = next((one for one in evidence.get("table", ()) if one.get("chosen")), {})
-    method = describe_method(row.get("method", document["method"].replace("robust-", "")))
+
+    def made(section: Callable[..., str], *arguments: Any) -> str:
+        try:
+            return section(*arguments, evidence)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # evidence of another form
+            return section(*arguments, {})
+
+    method = made(_method, document)
     parts = {
-        "": _front_matter(Path(name).name, method, evidence),
-        "Details": _details(document, calibrator, method, evidence),
-        "Uses": _uses(calibrator, evidence),
+        "": made(_front_matter, Path(name).name, method),
+        "Details": made(_details, document, calibrator, method),
+        "Uses": made(_uses, calibrator),
         "How to start": _start(name, calibrator),
-        "Data": _data(evidence),
-        "Evaluation": _evaluation(evidence),
-        "Limits": _limits(document, evidence),
+        "Data": made(_data),
+        "Evaluation": made(_evaluation),
+        "Limits": made(_limits, document),
         "Source": f"{_SOURCES.get(document['method'], 'focalkern')}.",
     }
     return "\n\n".join(f"## {head}\n\n{text}" if head else text for head, text in parts.items()) + "\n"
+
+
+def _method(document: Mapping[str, Any], evidence: Mapping[str, Any]) -> str:
+    row: Mapping[str, Any] = next((one for one in evidence.get("table", ()) if one.get("chosen")), {})
+    return describe_method(row.get("method", document["method"].replace("robust-", "")))
 
 
 def _front_matter(name: str, method: str, evidence: Mapping[str, Any]) -> str:

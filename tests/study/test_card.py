@@ -77,6 +77,41 @@ def test_a_calibrator_without_evidence_says_what_is_not_recorded(tmp_path):
     assert "| classes | cat, dog, eel |" in calibrator_card(tmp_path / "named.json")
 
 
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        {"data": "CIFAR-10", "table": "none", "because": 3},
+        {"data": {"validation": {"source": "a.npz"}}, "table": [{"chosen": True}], "warnings": None},
+        {"data": [], "table": [1], "estimator": None, "costs": {}},
+    ],
+)
+def test_evidence_of_another_form_is_not_recorded(evidence, tmp_path):
+    logits, labels = torch.randn(90, 3), torch.arange(90) % 3
+    fk.TemperatureScaling().fit_quietly(logits, labels).save(tmp_path / "c.json", evidence=evidence)
+    card = calibrator_card(tmp_path / "c.json")
+    assert "# c.json: temperature scaling\n" in card
+    assert "## Data\n\nNot recorded." in card and "## Evaluation\n\nNot recorded." in card
+
+
+def test_any_value_of_the_evidence_gives_a_card(saved, tmp_path):
+    document = json.loads((saved / "calibrator.json").read_text())
+    for part, key in list(places(document["fit"]["evidence"])):
+        right = part[key]
+        for value in (None, [], {}, 3, "x", [None], [{}], 10**400):
+            part[key] = value
+            (tmp_path / "c.json").write_text(json.dumps(document))
+            assert "\n## Evaluation\n" in calibrator_card(tmp_path / "c.json")
+        part[key] = right
+
+
+def places(part):
+    """Every (container, key) of the evidence, the first of each list."""
+    for key in part if isinstance(part, dict) else range(min(1, len(part))):
+        yield part, key
+        if isinstance(part[key], dict | list):
+            yield from places(part[key])
+
+
 def test_metrics_of_the_rows_of_the_fit_are_called_optimistic(tmp_path):
     labels = torch.arange(600) % 3
     logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]
