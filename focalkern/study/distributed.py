@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from focalkern._atomic import write_atomically
+from focalkern._checks import short
 from focalkern.files import InputError
 from focalkern.streaming import CalibrationGridState
 
@@ -166,31 +167,33 @@ class Progress:
         """Load the file into ``state`` and ``totals``; returns the number of samples done, 0 without a file."""
         if self.path is None or not self.path.exists():
             return 0
+        remedy = "delete it, or name another file"
+        other = InputError(
+            f"{self.path}: expected a state that this command has written, found something else; {remedy}"
+        )
         try:
             found = torch.load(io.BytesIO(self.path.read_bytes()), weights_only=True)
             if found["format"] != _STATE_FORMAT:
-                raise InputError(f"{self.path}: expected format {_STATE_FORMAT} of a state, found {found['format']!r}")
-            known, content, done = found["task"], found["state"], int(found["done"])
-            kept = found["totals"]
+                expected = f"format {_STATE_FORMAT} of a state"
+                raise InputError(f"{self.path}: expected {expected}, found {short(found['format'])}; {remedy}")
+            known, content, done, kept = dict(found["task"]), found["state"], int(found["done"]), found["totals"]
         except InputError:
             raise
         except Exception as error:  # torch.load may raise any error for a file of another kind
-            raise InputError(
-                f"{self.path}: expected a state that this command has written, found something else"
-            ) from error
+            raise other from error
         for name, value in task.items():
             if known.get(name) != value:
                 raise InputError(
                     f"{self.path}: expected the state of this command, found one of other {name}, "
-                    f"{_first_difference(known.get(name), value)}; delete it, or name another file"
+                    f"{_first_difference(known.get(name), value)}; {remedy}"
                 )
         try:
             state.load_state_dict(content)
         except ValueError as error:
             reason = str(error).partition("state_dict ")[2]
-            raise InputError(
-                f"{self.path}: expected the state of this grid: it {reason}; delete it, or name another file"
-            ) from error
+            raise InputError(f"{self.path}: expected the state of this grid: it {reason}; {remedy}") from error
+        if done < 0 or not isinstance(kept, Tensor) or kept.shape != totals.shape:
+            raise other
         totals.copy_(kept)
         return done
 

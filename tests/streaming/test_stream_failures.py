@@ -1,5 +1,6 @@
 """Interrupted searches resume, and errors name invalid shards."""
 
+import functools
 import json
 import os
 import shutil
@@ -60,6 +61,12 @@ def change_a_file(folder):
     return ()
 
 
+def change_a_part(folder, key, value):
+    path = folder / "s.state"
+    torch.save({**torch.load(path, weights_only=True), key: value}, path)
+    return ()
+
+
 def other_files(folder):
     """Files with the same names, sizes and times, in another folder."""
     (folder / "b").mkdir()
@@ -83,6 +90,21 @@ def other_files(folder):
             "expected a state that this command has written, found something else",
         ),
         (lambda folder: torch.save({"a": 1}, folder / "s.state") or (), "that this command has written"),
+        *(
+            (functools.partial(change_a_part, key=key, value=value), "found something else; delete it, or name another")
+            for key, value in (
+                ("task", 3),
+                ("done", -1),
+                ("done", None),
+                ("totals", torch.zeros(9)),
+                ("totals", "x"),
+            )
+        ),
+        (functools.partial(change_a_part, key="task", value={}), "found one of other"),
+        *(
+            (functools.partial(change_a_part, key="state", value=value), "it must be what state_dict() returns, got")
+            for value in ([1], {"tensors": 3})
+        ),
     ],
 )
 def test_a_state_of_something_else_is_refused(stopped, run, change, message):
