@@ -77,8 +77,8 @@ _REASONS = {EOFError: "it ends too early", KeyError: "it refers to an entry that
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of a reader's error, without the line of torch's source."""
-    text = re.sub(r"^\[enforce fail at \S+\] \. ", "", str(error).strip())
+    """The first sentence of a reader's error, without the line of torch's source and addresses of Python's objects."""
+    text = re.sub(r"^\[enforce fail at \S+\] \. |:? <[^>]* object at 0x[0-9a-f]+>", "", str(error).strip())
     if " " in text:
         return text.splitlines()[0].partition(". ")[0][:200]
     return next((words for kind, words in _REASONS.items() if isinstance(error, kind)), text or type(error).__name__)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from focalkern.files import InputError, read_sets
+from focalkern.files.shards import open_shards
 
 LOGITS = np.array([[1.0, 2.0, 0.5], [0.25, -1.0, 3.0], [2.0, 0.0, 1.0], [-4.0, 0.5, 0.25]], dtype=np.float32)
 LABELS = np.array([1, 2, 0, 1])
@@ -270,6 +271,16 @@ def test_the_reason_of_a_damaged_pickle_is_readable(tmp_path):
         path.write_bytes(content)
         with pytest.raises(InputError, match=rf"found a damaged or truncated file, or another format \({reason}\)$"):
             read_sets(path)
+
+
+def test_the_reason_of_a_damaged_header_has_no_address(tmp_path):
+    np.save(tmp_path / "labels.npy", LABELS)
+    np.save(tmp_path / "logits.npy", LOGITS)
+    content = (tmp_path / "logits.npy").read_bytes()
+    (tmp_path / "logits.npy").write_bytes(content.replace(b"False", b"F4lse"))
+    for read in (read_sets, open_shards):
+        with pytest.raises(InputError, match=r"or another format \(malformed node or string on line 1\)$"):
+            read(tmp_path / "logits.npy")
 
 
 def test_damaged_inside(tmp_path):
