@@ -288,7 +288,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _write(arguments, study, document, cells, written)
         progress.remove()  # the search is complete and its results are written
     finally:
-        _show(arguments, study, document, criterion, written)
+        _show(arguments, compared, document, criterion, written)
     return 0
 
 
@@ -314,7 +314,7 @@ def _write(
 def _show(
     arguments: argparse.Namespace, study: Study, document: dict[str, Any], criterion: Criterion, written: list[str]
 ) -> None:
-    verdict = study.verdict
+    verdict = with_options(study).verdict  # the remarks keep their words, by which printed_remarks knows them
     if arguments.json:
         print(json.dumps(document, indent=2, allow_nan=False))
     else:

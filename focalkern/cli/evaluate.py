@@ -3,13 +3,14 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 from focalkern._version import __version__
 from focalkern.calibrators import load_calibrator
 from focalkern.cli._formats import FORMATS_HELP
 from focalkern.cli._notes import print_note
-from focalkern.cli._options import add_input_arguments, at_least_one, locate
+from focalkern.cli._options import add_input_arguments, as_options, at_least_one, locate
 from focalkern.files import InputError, read_sets
 from focalkern.files.paths import NamedFiles
 from focalkern.study import evaluate_rows, stream_sets, wants_streaming
@@ -53,7 +54,8 @@ def _run(arguments: argparse.Namespace) -> int:
     said = sys.stderr if arguments.json else sys.stdout
     documents = []
     for name, rows in read(arguments.input, **options).items():
-        found = evaluate_rows(rows, calibrator, name=arguments.calibrator, n_bins=arguments.n_bins)
+        result = evaluate_rows(rows, calibrator, name=arguments.calibrator, n_bins=arguments.n_bins)
+        found = replace(result, remarks=tuple(map(as_options, result.remarks)))
         documents.append({**found.to_dict(), "set": name})
         if not arguments.json:
             print(f"{found}\n")

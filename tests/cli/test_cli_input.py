@@ -102,7 +102,7 @@ def test_logits_that_look_like_probabilities_are_refused_until_said(tmp_path, ru
         code, out, err = run(command[0], tmp_path / "a.csv", *command[1:])
         assert (code, out) == (2, "") and "pass --input-kind probs or, if they are logits, --input-kind logits" in err
     document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID, "--input-kind", "logits")
-    assert any("pass input_kind=probs" in remark for remark in document["remarks"])
+    assert any("pass --input-kind probs" in remark for remark in document["remarks"])
     document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID, "--input-kind", "probs")
     assert document["data"]["validation"]["input_kind"] == "probs"
     assert not any("--input-kind" in remark for remark in document["remarks"])

@@ -115,7 +115,7 @@ def test_no_intervals_by_default_where_they_would_take_minutes(both, run, monkey
         monkeypatch.setattr(intervals, name, limit - 1)
         document = run_json(run, "calibrate", both, *GRID[:2])
         assert document["bootstrap"] is None
-        assert any("Pass resamples=200 to compute them" in remark for remark in document["remarks"])
+        assert any("Pass --bootstrap 200 to compute them" in remark for remark in document["remarks"])
         assert run_json(run, "calibrate", both, *INTERVALS)["bootstrap"]["resamples"] == 40
         monkeypatch.setattr(intervals, name, limit)
     assert run_json(run, "calibrate", both, *GRID[:2])["bootstrap"]["resamples"] == 200

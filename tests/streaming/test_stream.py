@@ -94,7 +94,7 @@ def test_probabilities_with_zeros_on_the_target(folder, run):
         code, _, err = run("calibrate", "val_logits.npy", *GRID, *more)
         assert code == 2 and "pass --input-kind probs or, if they are logits, --input-kind logits" in err
     said = result(run, "val_logits.npy", "--stream", "--input-kind", "logits")
-    assert any("pass input_kind=probs" in remark for remark in said["remarks"])
+    assert any("pass --input-kind probs" in remark for remark in said["remarks"])
 
 
 def test_table_calibrator_and_report(folder, run):
