@@ -127,18 +127,17 @@ template <typename Scalar, int kGamma, int kValues, bool kHasLanes>
 __global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_focal_forward_tile_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
     const __grid_constant__ GridSum<float> totals, const float share) {
-  __shared__ __align__(16) unsigned char tile_bytes[kTileBytes];
-  __shared__ SmoothedNumbers kept[kHasLanes ? kBlock : 1];
-  Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
+  __shared__ __align__(16) unsigned char tile_bytes[kSmoothedTileBytes];
   const int thread = static_cast<int>(threadIdx.x), classes = static_cast<int>(args.classes);
+  auto* tile = reinterpret_cast<Scalar*>(tile_bytes);
+  // If rows have lanes, first_numbers[-r] are those of row r of the tile.
+  auto* first_numbers = reinterpret_cast<SmoothedNumbers*>(tile_bytes + kSmoothedTileBytes) - 1;
   double loss_sum = 0;
   int live = 0;
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
     const TileRows of_tile(plan, args.rows, t);
     const Scalar* logits = of_tile.of(args.logits, classes);
-    TileLoad<Scalar> load;
-    load.start(logits, of_tile.rows * classes);
-    load.finish(tile, logits, of_tile.rows * classes);
+    load_large_tile(tile, logits, of_tile.rows * classes);
     __syncthreads();
     if constexpr (kHasLanes) {
       const int lane = thread & (plan.lanes - 1);
@@ -148,15 +147,15 @@ __global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_
         const bool exists = r < of_tile.rows;
         const auto numbers =
             smoothed_numbers<kGamma, kValues>(tile, r, classes, share, plan.around, lane, plan.lanes, exists);
-        if (lane == 0 && exists) kept[r] = numbers;
+        if (lane == 0 && exists) first_numbers[-r] = numbers;
       }
       __syncthreads();
     }
     const auto finish = [&](int r) {
-      const auto row = short_row(args, of_tile.first + r, tile + r * classes);
+      const auto row = short_row(args, of_tile.first + static_cast<uint32_t>(r), tile + r * classes);
       SmoothedNumbers numbers;
       if constexpr (kHasLanes) {
-        numbers = kept[r];
+        numbers = first_numbers[-r];
       } else {
         numbers = smoothed_numbers<kGamma, kValues>(row.logits, r, classes, share, plan.around);
       }
@@ -303,9 +302,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
 template <int kGamma, int kValues, typename Scalar>
 int launch_tiles(const RowLossForward<Scalar>& args, RowPlan plan, GridSum<float> totals, void* workspace, void* stream,
                  float share) {
-  plan.lanes = lanes_of_short_row<kValues>(args.classes);
-  plan.around = args.classes * sizeof(Scalar) % (16 * plan.lanes) == 0;
-  plan = finish_row_plan(plan, args.rows);
+  plan = plan_short_rows<Scalar, kValues>(plan, args.rows, args.classes);
   const cudaError_t error = prepare_grid_sum(totals, plan.grid, workspace, stream);
   if (error != cudaSuccess) return error;
   const auto kernel = plan.lanes > 1 ? smoothed_focal_forward_tile_kernel<Scalar, kGamma, kValues, true>

@@ -79,7 +79,7 @@ __device__ __forceinline__ float largest_of_thread(const Row<Scalar>& row) {
 template <int kGamma, typename Scalar>
 __device__ __forceinline__ SmoothedNumbers smoothed_numbers(const Row<Scalar>& row, float max, float share) {
   constexpr int kSize = kVectorSize<Scalar>;
-  return SmoothedTerms<kGamma>(max, share).of([&](SmoothedNumbers& sums, auto take) {
+  return SmoothedTerms<kGamma>(max, share).of([&](SmoothedNumbers& sums, auto take, auto) {
     SmoothedTotals<kGamma> totals;
     int added = 0;
     const auto take_vector = [&](uint4 vector) {

@@ -40,6 +40,7 @@ ROW_LOSS = [
     ("focal", "bfloat16", (135168, 10), " smooth"), ("focal", "float32", (16896, 100), " smooth"),
     ("focal", "bfloat16", (16896, 100), " smooth"), ("focal", "bfloat16", (512, 32000), " smooth"),
     ("focal", "float32", (16896, 400), " smooth"),
+    ("focal", "bfloat16", (33792, 100), " smooth"), ("focal", "bfloat16", (270336, 10), " smooth"),
     ("focal", "float32", (16896, 1000), " probabilities"), ("focal", "bfloat16", (16896, 1000), " probabilities"),
     ("focal", "float32", (16896, 100), " probabilities"), ("focal", "bfloat16", (16896, 100), " probabilities"),
     ("focal", "float32", (135168, 10), " probabilities"), ("focal", "bfloat16", (135168, 10), " probabilities"),
@@ -161,6 +162,11 @@ def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], d
         of_plan = library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False)))
         # In these kernels (row_loss_smoothed.cu, row_loss_shared.cu) each row of a tile has a thread of its own.
         has_thread = "smoothed_focal_backward" in kernel or "shared_focal" in kernel
+        if "smoothed_focal_forward" in kernel:  # plan_short_rows of smoothed_numbers.cuh
+            has_lanes = classes > (26 if dtype.itemsize == 2 and classes % 2 == 0 else 16)
+            of_row = classes * dtype.itemsize + (32 if has_lanes else 0)
+            if 2 * of_plan * of_row <= 128 * (200 + 32) and rows >= 2 * of_plan * (MAX_GRID // 8):
+                of_plan *= 2
         return min(of_plan, 256) if has_thread else of_plan
     return rows_of_lanes(classes, dtype)
 

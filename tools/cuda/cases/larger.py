@@ -71,6 +71,24 @@ def test_many_tiles_of_rows(library):
             check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="mean")
 
 
+# So many short rows with label smoothing that a tile holds twice as many.
+@pytest.mark.parametrize(
+    ("dtype", "rows", "classes"),
+    [
+        (torch.bfloat16, 16896 + 70, 100),
+        (torch.bfloat16, 135168 + 500, 10),
+        (torch.float16, 135168 + 500, 7),
+        (torch.float32, 67584 + 300, 18),
+    ],
+)
+def test_large_tiles_of_smoothed_rows(library, dtype, rows, classes):
+    logits = (3 * torch.randn(rows, classes)).to(dtype)
+    target = labels_for(logits)
+    target[100:200:7] = -100
+    with most_blocks(library, 24):
+        check_focal_loss(library, logits, target, 2.0, reduction="mean", label_smoothing=0.1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "classes"), [(5, 2), (70, 3), (65, 10), (40, 100), (3, 1000), (2, 4097), (1, 32000)])
 @pytest.mark.parametrize("log", [False, True])

@@ -95,7 +95,7 @@ def test_smoothed_rows_of_lanes(library, dtype):
 
 
 # The fewest and the most classes of a thread and of lanes, and most between them, also where rows begin in few banks of
-# shared memory, in one tile and in several for a block.
+# shared memory, in one tile and in several for a block, with twice the rows in a tile and without.
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 @pytest.mark.parametrize("first", [1, 9, 17, 25, 51, 98, 127, 254, 417])
 def test_short_smoothed_rows(library, dtype, first):
@@ -104,10 +104,20 @@ def test_short_smoothed_rows(library, dtype, first):
         logits = (3 * torch.randn(75, classes)).to(dtype)
         target = labels_for(logits)
         target[5], target[6] = -100, classes
-        check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, reduction="none")
+        with most_blocks(library, 3 if classes % 4 < 2 else 2048):
+            check_focal_loss(library, logits, target, gamma, label_smoothing=0.1, reduction="none")
         if classes % 4 == 2:
             logits = logits.repeat(4, 1)
             check_focal_loss(library, logits, labels_for(logits), gamma, label_smoothing=0.1)
+
+
+# So many short rows that a tile holds twice as many.
+def test_many_short_smoothed_rows(library):
+    logits = 3 * torch.randn(264 * 32 + 70, 100)
+    target = labels_for(logits)
+    target[100:200:7] = -100
+    with most_blocks(library, 24):
+        check_focal_loss(library, logits, target, 2.0, reduction="mean", label_smoothing=0.1)
 
 
 # Short rows whose gradient has gaps, or begins beside a vector, which other kernels write.
@@ -158,6 +168,20 @@ def test_digits_of_confident_smoothed_rows(library, dtype, classes):
         actual = run_focal_loss(library, logits, target, 2.0, torch.ones(5), reduction="none", label_smoothing=0.1)
         log_s = actual["saved"][5:10].double()
         torch.testing.assert_close(log_s, expected.exp().log1p(), rtol=1e-5, atol=0)
+
+
+# Rows whose largest probability is the bound of the likely class (kUnlikely), or next to it: forward and backward agree
+# on the side of the bound.
+@pytest.mark.parametrize("classes", [2, 20, 600, 1500])
+def test_bound_of_the_likely_class(library, classes):
+    logits = torch.full((81, classes), -50.0)
+    logits[:, 0] = 0
+    bound = torch.tensor(1 / 0.55 - 1).log().view(torch.int32)
+    logits[:, 1] = (bound + torch.arange(-40, 41, dtype=torch.int32)).view(torch.float32)
+    shares = torch.zeros(81, classes)
+    shares[:, 0], shares[:, 1] = 0.9, 0.1
+    for target in (torch.zeros(81, dtype=torch.int64), shares):
+        check_focal_loss(library, logits, target, 2.0, label_smoothing=0.1, reduction="none")
 
 
 # A confident row under weak smoothing: the gradient of its largest class is far smaller than the slope of that class.

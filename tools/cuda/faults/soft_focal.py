@@ -133,8 +133,8 @@ FAULTS = [
     Fault(
         "the largest class is added to the others",
         "smoothed_numbers.cuh",
-        "if (z == sums.max) {",
-        "if (z != z) {",
+        "is_other || z != max_",
+        "true",
     ),
     Fault(
         "an impossible class of a smoothed row",
@@ -142,7 +142,38 @@ FAULTS = [
         "if (sums.depth > -kInfinity<float>) return sums;",
         "return sums;",
     ),
-    Fault("the last of an odd number of classes", "smoothed_numbers.cuh", "if (is_odd_) take_all(last_, take);", ""),
+    Fault("loads that fill no group of four are left out", "smoothed_numbers.cuh", "if (k >= few_) break;", "break;"),
+    Fault(
+        "the smaller of two compared classes is the later one",
+        "smoothed_numbers.cuh",
+        "kept_[k] = largest ^ other ^ larger_one;",
+        "kept_[k] = other;",
+    ),
+    Fault(
+        "adjacent loads of lanes begin a class apart",
+        "smoothed_numbers.cuh",
+        "first = is_adjacent ? lane * count : lane",
+        "first = lane",
+    ),
+    Fault(
+        "a large tile ends with the first loads",
+        "smoothed_numbers.cuh",
+        "first < vectors; first += kAtOnce * kBlock",
+        "first < kBlock && first < vectors; first += kAtOnce * kBlock",
+    ),
+    Fault("the last classes of a large tile", "smoothed_numbers.cuh", "if (at < count) tile[at] = source[at];", ""),
+    Fault(
+        "the numbers of the rows of a tile lie in its logits",
+        "row_loss_smoothed.cu",
+        "(tile_bytes + kSmoothedTileBytes)",
+        "(tile_bytes + kTileBytes)",
+    ),
+    Fault(
+        "one largest class is in no sum of squares",
+        "smoothed_numbers.cuh",
+        "e * d, e * e, e * e * d",
+        "e * d, 0, e * e * d",
+    ),
     Fault("no lane reads the classes that not all lanes have", "smoothed_numbers.cuh", "lanes - 1 - lane) >>", "0) >>"),
     Fault(
         "a row read twice has no classes before its vectors",
