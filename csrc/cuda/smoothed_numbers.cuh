@@ -44,7 +44,8 @@ class SmoothedTerms {
       : max_(max), share_(share), is_near_(fabsf(max) < kNear), base_(is_near_ ? max * kLog2E : exp_base(max)) {}
 
   // each(sums, take, take_other) calls take(logit), which adds to `sums`, for the classes of the row, or some of them.
-  // take_other does not count ties; one largest class must not come to it. With kIsApart that class is added already.
+  // take_other adds a class that equals the largest to `rest`, so one of the largest goes to take. With kIsApart that
+  // class is added already.
   template <bool kIsApart = false, typename Each>
   __device__ __forceinline__ SmoothedNumbers of(Each each) const {
     SmoothedNumbers sums;
