@@ -201,12 +201,7 @@ int soft_focal_forward(const RowLossForward<Scalar>& args, const GridSum<compute
   if (is_uniform<FocalFormula>(args)) return smoothed_focal_forward(args, totals, workspace, stream);
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     const int tiles = with_target_tiles(args, [&](const auto* targets, const RowPlan& plan) -> int {
-      using Target = std::remove_const_t<std::remove_pointer_t<decltype(targets)>>;
-      auto sums = totals;
-      const cudaError_t error = prepare_grid_sum(sums, plan.grid, workspace, stream);
-      if (error != cudaSuccess) return error;
-      return launch(shared_focal_forward_tile_kernel<Scalar, Target, gamma()>, plan.grid, kBlock, stream, args, plan,
-                    sums);
+      return launch_target_tiles<gamma()>(args, targets, plan, totals, workspace, stream);
     });
     if (tiles != kNoTiles) return tiles;
     if constexpr (sizeof(Scalar) < sizeof(float)) {
@@ -248,7 +243,9 @@ int soft_focal_backward(const RowLossBackward<Scalar>& args, void* stream) {
   return with_constant_gamma(args.gamma_value, [&](auto gamma) {
     if (args.grad_target == nullptr && args.grad_logits != nullptr &&
         is_end_to_end(args.grad_logits, args.grad_layout, args.rows, args.classes)) {
-      const int tiles = with_target_tiles(args, [&](const auto* targets, const RowPlan& plan) {
+      const int tiles = with_target_tiles(args, [&](const auto* targets, RowPlan plan) {
+        if (plan.rows_per_tile > kBlock) plan.rows_per_tile = kBlock;
+        plan = finish_row_plan(plan, args.rows);
         using Target = std::remove_const_t<std::remove_pointer_t<decltype(targets)>>;
         return launch(shared_focal_backward_tile_kernel<Scalar, Target, gamma()>, plan.grid, kBlock, stream, args, plan,
                       ClassDivider(args.classes));

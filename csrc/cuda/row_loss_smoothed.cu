@@ -302,7 +302,8 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar>) void smoothed_foca
 template <int kGamma, int kValues, typename Scalar>
 int launch_tiles(const RowLossForward<Scalar>& args, RowPlan plan, GridSum<float> totals, void* workspace, void* stream,
                  float share) {
-  plan = plan_short_rows<Scalar, kValues>(plan, args.rows, args.classes);
+  plan = plan_short_rows<LogitsOfLoad<Scalar, kValues>>(plan, args.rows, args.classes, sizeof(SmoothedNumbers),
+                                                        kSmoothedTileBytes);
   const cudaError_t error = prepare_grid_sum(totals, plan.grid, workspace, stream);
   if (error != cudaSuccess) return error;
   const auto kernel = plan.lanes > 1 ? smoothed_focal_forward_tile_kernel<Scalar, kGamma, kValues, true>

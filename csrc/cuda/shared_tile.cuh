@@ -8,6 +8,7 @@
 #include "cuda/largest_logit.cuh"
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
+#include "cuda/shared_numbers.cuh"
 #include "cuda/shared_row.cuh"
 #include "cuda/smoothed_gradient.cuh"
 #include "cuda/soft_row.cuh"
@@ -40,127 +41,6 @@ struct TileTargets {
   }
 };
 
-// These functions load the adjacent numbers of a row in shared memory with one instruction.
-template <typename Number>
-__device__ __forceinline__ void read_together(const Number* from, float (&values)[1]) {
-  values[0] = load_as_compute(*from);
-}
-struct alignas(2 * sizeof(float)) TwoFloats {
-  float at[2];
-};
-template <typename Number>
-__device__ __forceinline__ void read_together(const Number* from, float (&values)[2]) {
-  if constexpr (sizeof(Number) == sizeof(uint16_t)) {
-    unpack_word<Number>(*reinterpret_cast<const uint32_t*>(from), values);
-  } else {
-    const TwoFloats two = *reinterpret_cast<const TwoFloats*>(from);
-    values[0] = two.at[0];
-    values[1] = two.at[1];
-  }
-}
-// Writes a number that read_together may read next: of 16 bits, in the word that it loads.
-template <typename Number>
-__device__ __forceinline__ void write_number(Number* row, int j, Number value) {
-  if constexpr (sizeof(Number) == sizeof(uint16_t)) {
-    auto* word = reinterpret_cast<uint32_t*>(row) + j / 2;
-    const int shift = j % 2 * 16;
-    *word = (*word & ~(0xffffu << shift)) | static_cast<uint32_t>(bit_cast<uint16_t>(value)) << shift;
-  } else {
-    row[j] = value;
-  }
-}
-
-// The part of a row of a tile that one of `lanes` adjacent threads takes: loads of kValues classes at a distance of
-// `step`. With `around`, rows begin at different loads, because their first lie in few banks.
-template <int kValues>
-struct LoadsOfLane {
-  int first;  // class
-  int step;
-  int classes;
-  int start;
-  bool around;
-
-  __device__ __forceinline__ LoadsOfLane(const RowPlan& plan, int row, int classes, int lane)
-      : first(lane * kValues), step(plan.lanes * kValues), classes(classes), around(plan.around) {
-    const int count = (classes / kValues + plan.lanes - 1 - lane) >> plan.lane_bits;
-    start = first + (row & ((1 << (31 - __clz(count | 1))) - 1)) * step;
-  }
-
-  // Calls take(j) for the first class of each load.
-  template <typename Take>
-  __device__ __forceinline__ void each(Take take) const {
-    if (!around) {
-#pragma unroll 4
-      for (int j = first; j < classes; j += step) take(j);
-    } else if (first < classes) {
-      int j = start;
-      do {
-        take(j);
-        j = j + step < classes ? j + step : first;
-      } while (j != start);
-    }
-  }
-};
-
-// The sums of a row of a tile, which `lanes` adjacent threads compute. They overwrite the logit of its largest class.
-template <int kGamma, int kValues, typename Scalar, typename Target>
-__device__ __forceinline__ SharedSums<float> sums_of_tile_row(Scalar* logits, Target* targets,
-                                                              const LoadsOfLane<kValues>& loads, int lanes) {
-  float mine = -kInfinity<float>;
-  int own = kNoClass;
-  loads.each([&](int j) {
-    float z[kValues];
-    read_together(logits + j, z);
-#pragma unroll
-    for (int k = 0; k < kValues; ++k) {
-      own = z[k] > mine ? j + k : own;
-      mine = z[k] > mine ? z[k] : mine;
-    }
-  });
-  const float max = group_max(mine, lanes);
-  int largest = mine == max ? own : kNoClass;
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    const int other = __shfl_xor_sync(kFullWarp, largest, offset);
-    largest = other < largest ? other : largest;
-  }
-  // Without probability and share the largest class adds 0 to every sum.
-  const bool has_largest = own == largest && own != kNoClass;
-  Target share = {};
-  if (has_largest) {
-    share = targets[own];
-    write_number(logits, own, Store<Scalar>::from_compute(-kInfinity<float>));
-    write_number(targets, own, Store<Target>::from_compute(0.0f));
-  }
-  SharedSums<float> sums = {0, 0, 0, 0, 0, 0, 0, max, 0, largest};
-  loads.each([&](int j) {
-    float z[kValues], t[kValues];
-    read_together(logits + j, z);
-    read_together(targets + j, t);
-#pragma unroll
-    for (int k = 0; k < kValues; ++k) {
-      const float x = max - z[k];
-      sums.template add<kGamma>(x, summand(-x), fmin(x, 1e4f), t[k]);
-    }
-  });
-  if (has_largest) write_number(targets, own, share);
-#pragma unroll 1
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    const auto add = [&](float& sum) { sum += __shfl_xor_sync(kFullWarp, sum, offset); };
-    add(sums.rest);
-    add(sums.share);
-    add(sums.depth);
-    if constexpr (kGamma >= 1) {
-      add(sums.once);
-      add(sums.fall);
-    }
-    if constexpr (kGamma == 2) {
-      add(sums.twice);
-      add(sums.fall2);
-    }
-  }
-  return sums;
-}
-
 // The gradient of a row, which lacks the shares of the classes. `target` is the likely class.
 template <int kGamma, typename Scalar, typename Target>
 __device__ __forceinline__ SmoothedGradient<float> shared_gradient(const RowLossBackward<Scalar>& args, int64_t row,
@@ -182,49 +62,70 @@ __device__ __forceinline__ SmoothedGradient<float> shared_gradient(const RowLoss
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-// The forward kernel of row_loss_shared.cu for such rows.
-template <typename Scalar, typename Target, int kGamma>
+// The share of the largest class of a row.
+struct OneShare {
+  float share;
+
+  __device__ __forceinline__ float of(int) const { return share; }
+};
+
+// Shared memory for a tile of logits and targets and, if its rows have lanes, the numbers of the rows.
+constexpr int kSharedTileBytes = 2 * kTileBytes + kBlock * static_cast<int>(sizeof(SharedNumbers));
+
+// The forward kernel of row_loss_shared.cu for such rows: a thread, or lanes, take a row of a tile in shared memory,
+// and a thread finishes it.
+template <typename Scalar, typename Target, int kGamma, bool kHasLanes>
 __global__ __launch_bounds__(kBlock, 3) void shared_focal_forward_tile_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
     const __grid_constant__ GridSum<float> totals) {
-  constexpr int kLarger = sizeof(Target) > sizeof(Scalar) ? sizeof(Target) : sizeof(Scalar);
-  __shared__ __align__(16) unsigned char tile_bytes[kTileBytes / kLarger * sizeof(Scalar)];
-  __shared__ __align__(16) unsigned char target_bytes[kTileBytes / kLarger * sizeof(Target)];
-  __shared__ SharedSums<float> kept[kBlock / 2];
-  Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
-  Target* targets = reinterpret_cast<Target*>(target_bytes);
+  __shared__ __align__(16) unsigned char tile_bytes[kSharedTileBytes];
   const int thread = static_cast<int>(threadIdx.x), classes = static_cast<int>(args.classes);
-  const int place = thread >> plan.lane_bits, lane = thread & (plan.lanes - 1);
+  auto* tile = reinterpret_cast<Scalar*>(tile_bytes);
+  auto* targets = reinterpret_cast<Target*>(tile + plan.rows_per_tile * classes);
+  // If rows have lanes, first_numbers[-r] are those of row r of the tile.
+  auto* first_numbers = reinterpret_cast<SharedNumbers*>(tile_bytes + kSharedTileBytes) - 1;
   double loss_sum = 0;
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
     const TileRows of_tile(plan, args.rows, t);
     const int count = of_tile.rows * classes;
-    const Scalar* logits = of_tile.of(args.logits, classes);
-    const Target* given = of_tile.of(static_cast<const Target*>(args.target_probs.data), classes);
-    TileLoad<Scalar> load;
-    load.start(logits, count);
-    TileLoad<Target> load_targets;
-    load_targets.start(given, count);
-    load.finish(tile, logits, count);
-    load_targets.finish(targets, given, count);
+    load_large_tile(tile, of_tile.of(args.logits, classes), count);
+    load_large_tile(targets, of_tile.of(static_cast<const Target*>(args.target_probs.data), classes), count);
     __syncthreads();
-    // Lanes without a row have no classes.
-    const LoadsOfLane<kOfWord<Scalar>> loads(plan, place, place < of_tile.rows ? classes : 0, lane);
-    auto sums = sums_of_tile_row<kGamma>(tile + place * classes, targets + place * classes, loads, plan.lanes);
-    if (plan.lanes > 1 && lane == 0) kept[place] = sums;
-    __syncthreads();
-    if (thread < of_tile.rows) {
-      if (plan.lanes > 1) sums = kept[thread];
+    if constexpr (kHasLanes) {
+      const int lane = thread & (plan.lanes - 1);
+      // Warps without a row skip it.
+      for (int first = (thread & -kWarp) >> plan.lane_bits; first < of_tile.rows; first += kBlock >> plan.lane_bits) {
+        const int r = first + (thread % kWarp >> plan.lane_bits);
+        const bool exists = r < of_tile.rows;
+        const auto numbers = shared_numbers<kGamma>(tile, targets, r, classes, plan.around, lane, plan.lanes, exists);
+        if (lane == 0 && exists) first_numbers[-r] = numbers;
+      }
+      __syncthreads();
+    }
+    const auto finish = [&](int r) {
       Row<Scalar> row = {};
-      row.row = of_tile.first + thread;
+      row.row = of_tile.first + static_cast<uint32_t>(r);
       row.is_live = true;
-      const TileTargets<Scalar, Target> of_row = {targets + thread * classes};
-      loss_sum += static_cast<double>(finish_row<kGamma>(args, row, of_row, sums));
+      SharedNumbers numbers;
+      float share;
+      if constexpr (kHasLanes) {
+        numbers = first_numbers[-r];
+        share = load_as_compute(targets[r * classes + (numbers.largest == kNoClass ? 0 : numbers.largest)]);
+      } else {
+        numbers = shared_numbers<kGamma>(tile, targets, r, classes, plan.around, share);
+      }
+      loss_sum += static_cast<double>(finish_row<kGamma>(args, row, OneShare{share}, numbers.sums()));
+    };
+    if constexpr (kHasLanes) {
+      if (thread < of_tile.rows) finish(thread);
+    } else {
+#pragma unroll 1
+      for (int r = thread; r < of_tile.rows; r += kBlock) finish(r);
     }
     __syncthreads();  // before the next tile
   }
   const double rows = blockIdx.x == 0 && thread == 0 ? static_cast<double>(args.rows) : 0;
-  sum_over_grid(totals, loss_sum, rows, thread < plan.rows_per_tile || thread < kWarp);
+  sum_over_grid(totals, loss_sum, rows, !kHasLanes || thread < plan.rows_per_tile || thread < kWarp);
 }
 
 // The backward kernel: a tile is read and written as one run of vectors.
@@ -270,16 +171,25 @@ int with_target_tiles(const RowLossArgs<Scalar>& args, Launch launch) {
         const bool end_to_end = is_end_to_end(args.logits, args.layout, args.rows, args.classes) &&
                                 is_end_to_end(targets, args.target_layout, args.rows, args.classes);
         constexpr int kBytes = sizeof(*targets) > sizeof(Scalar) ? sizeof(*targets) : sizeof(Scalar);
-        RowPlan plan = plan_rows(args.rows, args.classes, kBytes, end_to_end, false);
+        const RowPlan plan = plan_rows(args.rows, args.classes, kBytes, end_to_end, false);
         if (plan.path != RowPath::kOwn && plan.path != RowPath::kTile) return kNoTiles;
-        if (plan.rows_per_tile > kBlock) plan.rows_per_tile = kBlock;
-        plan.lanes = kBlock / plan.rows_per_tile;
-        plan.around = args.classes * kBytes % (16 * plan.lanes) == 0;
-        return launch(targets, finish_row_plan(plan, args.rows));
+        return launch(targets, plan);
       });
     }
   }
   return kNoTiles;
+}
+
+template <int kGamma, typename Scalar, typename Target>
+int launch_target_tiles(const RowLossForward<Scalar>& args, const Target*, RowPlan plan, GridSum<float> totals,
+                        void* workspace, void* stream) {
+  plan = plan_short_rows<SharesOfLoad<Scalar, Target>>(plan, args.rows, args.classes, sizeof(SharedNumbers),
+                                                       kSharedTileBytes);
+  const cudaError_t error = prepare_grid_sum(totals, plan.grid, workspace, stream);
+  if (error != cudaSuccess) return error;
+  const auto kernel = plan.lanes > 1 ? shared_focal_forward_tile_kernel<Scalar, Target, kGamma, true>
+                                     : shared_focal_forward_tile_kernel<Scalar, Target, kGamma, false>;
+  return launch(kernel, plan.grid, kBlock, stream, args, plan, totals);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "cuda/common.cuh"
 #include "cuda/largest_logit.cuh"
 #include "cuda/row_in_registers.cuh"
+#include "cuda/short_row.cuh"
 #include "cuda/smoothed_row.cuh"
 
 namespace focalkern::cuda {
@@ -124,168 +125,17 @@ __device__ __forceinline__ float smoothed_number(const RowOfLane<Scalar, kMost>&
 
 // ---- short rows in shared memory -----------------------------------------------------------------------------------
 
-// The most loads of a lane. A load has one class, or two of 16 bits. A thread that takes a whole row has registers for
-// fewer.
-template <int kValues, bool kHasLanes>
-constexpr int kMostLoads = kHasLanes      ? 2 * kWordsPerLane
-                           : kValues == 2 ? kWordsPerLane
-                                          : kValuesPerLane;
-
 // Shared memory for a tile and, if its rows have lanes, the numbers of the rows: 128 rows of 200 bytes.
 constexpr int kSmoothedTileBytes = 128 * (200 + static_cast<int>(sizeof(SmoothedNumbers)));
-
-// A tile of plan_rows with the lanes of these kernels, and with twice the rows if there are many: what a tile costs a
-// thread hardly depends on its rows. If rows have lanes, each still has a thread of its own.
-template <typename Scalar, int kValues>
-RowPlan plan_short_rows(RowPlan plan, int64_t rows, int64_t classes) {
-  const bool has_lanes = classes > kValues * kMostLoads<kValues, false>;
-  const int64_t lanes = divide_up(classes, kValues * kMostLoads<kValues, true>);
-  plan.lanes = has_lanes ? power_of_two_at_least(lanes < 2 ? 2 : lanes, kWarp) : 1;
-  int64_t row_bytes = classes * static_cast<int64_t>(sizeof(Scalar));
-  plan.around = row_bytes % (16 * plan.lanes) == 0;
-  constexpr int64_t kNumbers = sizeof(SmoothedNumbers), kFewest = kValues * kMostLoads<kValues, false> + 1;
-  static_assert(2 * kBlock * (kFewest * sizeof(Scalar) + kNumbers) > kSmoothedTileBytes, "a thread for each row");
-  if (has_lanes) row_bytes += kNumbers;
-  const int larger = 2 * plan.rows_per_tile;
-  if (larger * row_bytes <= kSmoothedTileBytes && rows >= larger * (kMaxGrid / 8)) plan.rows_per_tile = larger;
-  return finish_row_plan(plan, rows);
-}
-
-// Copies a tile to shared memory. Both begin with a vector.
-template <typename Scalar>
-__device__ __forceinline__ void load_large_tile(Scalar* tile, const Scalar* source, int count) {
-  constexpr int kAtOnce = 4, kSize = kVectorSize<Scalar>;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int vectors = static_cast<int>(static_cast<uint32_t>(count) / kSize);
-#pragma unroll 1
-  for (int first = thread; first < vectors; first += kAtOnce * kBlock) {
-    const auto* from = reinterpret_cast<const uint4*>(source) + first;
-    auto* to = reinterpret_cast<uint4*>(tile) + first;
-    uint4 loaded[kAtOnce];
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (first + k * kBlock < vectors) loaded[k] = from[k * kBlock];
-    }
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (first + k * kBlock < vectors) to[k * kBlock] = loaded[k];
-    }
-  }
-  const int at = vectors * kSize + thread;
-  if (at < count) tile[at] = source[at];
-}
-
-// The part of a row of a lane, in registers: `count` loads at a distance of `step`, or none. With `around`, rows begin
-// at different loads, because their first lie in few banks. Each load is compared with the largest so far, and the
-// smaller numbers are kept: all but one of the largest.
-template <typename Scalar, int kValues, bool kHasLanes>
-class ShortRowOfLane {
-  using Load = std::conditional_t<kValues == 2, uint32_t, Scalar>;
-  using Kept = std::conditional_t<kValues == 2, Scalar, float>;  // the type of the numbers in a word
-
- public:
-  __device__ __forceinline__ ShortRowOfLane(const Scalar* own, int count, int step, int row, bool around)
-      : count_(count), few_((count - 1) % kAtOnce), many_((count - 1) / kAtOnce) {
-    const auto* from = reinterpret_cast<const Load*>(own);
-    if (around) {
-      int at = row & ((1 << (31 - __clz(count | 1))) - 1);
-      read([&] {
-        const Load loaded = from[at * step];
-        at = at + 1 < count ? at + 1 : 0;
-        return loaded;
-      });
-    } else {
-      const auto read_each = [&](auto distance) {
-        read([&] {
-          const Load loaded = *from;
-          from += distance;
-          return loaded;
-        });
-      };
-      if (!kHasLanes || step == 1) {
-        read_each(std::integral_constant<int, 1>());
-      } else {
-        read_each(step);
-      }
-    }
-  }
-
-  // Calls take(logit) for all classes but one of the largest.
-  template <typename Take>
-  __device__ __forceinline__ void each_other(Take take) const {
-    if (is_empty()) return;
-    if constexpr (kValues == 2) take(beside_);
-    each_word([&](int k) {
-      float values[kValues];
-      unpack_word<Kept>(kept_[k], values);
-#pragma unroll
-      for (float z : values) take(z);
-    });
-  }
-  __device__ __forceinline__ bool is_empty() const { return kHasLanes && count_ == 0; }
-  __device__ __forceinline__ float largest() const { return largest_; }
-
- private:
-  static constexpr int kAtOnce = 4;  // loads with one test for all
-  static constexpr int kMost = kMostLoads<kValues, kHasLanes>;
-  static constexpr int kSure = kHasLanes ? 1 : 0;  // groups of kAtOnce that every lane with loads has
-
-  template <typename Next>
-  __device__ __forceinline__ void read(Next next) {
-    largest_ = beside_ = -kInfinity<float>;
-    if (is_empty()) return;
-    uint32_t largest = as_word(next());
-    each_word([&](int k) {
-      const uint32_t other = as_word(next()), larger_one = larger<Kept>(largest, other);
-      kept_[k] = largest ^ other ^ larger_one;
-      largest = larger_one;
-    });
-    float values[kValues];
-    unpack_word<Kept>(largest, values);
-    largest_ = values[0];
-    if constexpr (kValues == 2) {
-      largest_ = fmax(values[0], values[1]);
-      beside_ =
-          bit_cast<float>(bit_cast<uint32_t>(values[0]) ^ bit_cast<uint32_t>(values[1]) ^ bit_cast<uint32_t>(largest_));
-    }
-  }
-  static __device__ __forceinline__ uint32_t as_word(Load load) {
-    if constexpr (kValues == 2) {
-      return load;
-    } else {
-      return bit_cast<uint32_t>(load_as_compute(load));
-    }
-  }
-  // Calls take(k) for the words of the loads after the first.
-  template <typename Take>
-  __device__ __forceinline__ void each_word(Take take) const {
-#pragma unroll
-    for (int k = 0; k < kAtOnce - 1; ++k) {
-      if (k >= few_) break;
-      take(k);
-    }
-#pragma unroll
-    for (int k = 0; k < kMost / kAtOnce; ++k) {
-      if (k >= kSure && k >= many_) break;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) take((k + 1) * kAtOnce - 1 + i);
-    }
-  }
-
-  int count_;
-  int few_;  // loads after the first, besides many_ times kAtOnce
-  int many_;
-  float largest_;
-  float beside_;  // the smaller number of the largest pair
-  uint32_t kept_[kAtOnce - 1 + kMost / kAtOnce * kAtOnce];
-};
 
 // The numbers of the row `own` of a tile, which a thread computes. row: its number in the tile
 template <int kGamma, int kValues, typename Scalar>
 __device__ __forceinline__ SmoothedNumbers smoothed_numbers(const Scalar* own, int row, int classes, float share,
                                                             bool around) {
-  const ShortRowOfLane<Scalar, kValues, false> values(own, classes / kValues, 1, row, around);
-  return SmoothedTerms<kGamma>(values.largest(), share).template of<true>([&](SmoothedNumbers&, auto, auto take) {
+  using Load = LogitsOfLoad<Scalar, kValues>;
+  const LoadsOfRow<Load, false> loads(typename Load::From(own), classes / kValues, 1, row, around);
+  const ShortRowOfLane<Load, false> values(loads);
+  return SmoothedTerms<kGamma>(values.pair().largest, share).template of<true>([&](SmoothedNumbers&, auto, auto take) {
     values.each_other(take);
   });
 }
@@ -294,16 +144,15 @@ __device__ __forceinline__ SmoothedNumbers smoothed_numbers(const Scalar* own, i
 template <int kGamma, int kValues, typename Scalar>
 __device__ __forceinline__ SmoothedNumbers smoothed_numbers(const Scalar* tile, int row, int classes, float share,
                                                             bool around, int lane, int lanes, bool exists) {
-  const int loads = classes / kValues, count = exists ? (loads + lanes - 1 - lane) >> (31 - __clz(lanes)) : 0;
-  // Addresses of adjacent loads are constants.
-  const bool is_adjacent = !around && (loads & (lanes - 1)) == 0;
-  const int first = is_adjacent ? lane * count : lane;
-  const ShortRowOfLane<Scalar, kValues, true> values(tile + row * classes + first * kValues, count,
-                                                     is_adjacent ? 1 : lanes, row, around);
-  const SmoothedTerms<kGamma> terms(group_max(values.largest(), lanes), share);
+  using Load = LogitsOfLoad<Scalar, kValues>;
+  const PlaceOfLane<Load> place(classes, lane, lanes, around);
+  const typename Load::From from(tile + row * classes + place.first * kValues);
+  const LoadsOfRow<Load, true> loads(from, exists ? place.count : 0, place.step, row, around);
+  const ShortRowOfLane<Load, true> values(loads);
+  const SmoothedTerms<kGamma> terms(group_max(values.pair().largest, lanes), share);
   SmoothedNumbers sums = terms.of([&](SmoothedNumbers&, auto take, auto take_other) {
-    if (values.is_empty()) return;
-    take(values.largest());
+    if (loads.is_empty()) return;
+    take(values.pair().largest);
     values.each_other(take_other);
   });
 #pragma unroll

@@ -31,6 +31,8 @@ KNOWN = [  # of sm_90, of sm_100, of both
     "@!P1 HMNMX2.BF16_V2 R0, R48, -INF , -INF , !PT",
     "VHMNMX R34, R34, R13, R21, !PT",
     "VHMNMX.BF16_V2 R37, R22, -INF , -INF , R6, !PT",
+    "HSET2.BF16_V2.GT.AND R33, R38, R35, PT",
+    "HSET2.GT.AND R33, R38, R35, PT",
 ]
 UNKNOWN = {
     "FMNMX4 R3, R3, R4, R5, R6, !PT": "unknown instruction",
@@ -43,6 +45,9 @@ UNKNOWN = {
     "BREAK P2, P3": "BREAK",
     "HMNMX2 R3, R4, R5, PT": "HMNMX2",
     "HMNMX2 R3, R4, -INF , -QNAN , !PT": "HMNMX2",
+    "HSET2.GT.AND R3, |R4|, R5, PT": "HSET2",
+    "HSET2.BF.GT.AND R3, R4, R5, PT": "unknown modifier BF",
+    "HSET2.BF16_V2.AND R3, R4, R5, PT": "HSET2",
     "VHMNMX.NAN R3, R4, R5, R6, !PT": "unknown modifier NAN",
 }
 

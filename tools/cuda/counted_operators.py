@@ -161,11 +161,14 @@ def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], d
     if "tile" in kernel:
         of_plan = library.rows_of_a_tile(*map(c_int64, (rows, classes, dtype.itemsize, True, False, False)))
         # In these kernels (row_loss_smoothed.cu, row_loss_shared.cu) each row of a tile has a thread of its own.
-        has_thread = "smoothed_focal_backward" in kernel or "shared_focal" in kernel
-        if "smoothed_focal_forward" in kernel:  # plan_short_rows of smoothed_numbers.cuh
+        has_thread = "backward" in kernel and ("smoothed_focal" in kernel or "shared_focal" in kernel)
+        # plan_short_rows of short_row.cuh; bytes of a tile, numbers of a row
+        if "smoothed_focal_forward" in kernel or "shared_focal_forward" in kernel:
+            operands, most, numbers = (1, 128 * (200 + 32), 32) if "smoothed" in kernel else (2, 2 * 16384 + 256 * 40, 40)
             has_lanes = classes > (26 if dtype.itemsize == 2 and classes % 2 == 0 else 16)
-            of_row = classes * dtype.itemsize + (32 if has_lanes else 0)
-            if 2 * of_plan * of_row <= 128 * (200 + 32) and rows >= 2 * of_plan * (MAX_GRID // 8):
+            of_row = operands * classes * dtype.itemsize + (numbers if has_lanes else 0)
+            has_threads = not has_lanes or 2 * of_plan <= 256
+            if has_threads and 2 * of_plan * of_row <= most and rows >= 2 * of_plan * (MAX_GRID // 8):
                 of_plan *= 2
         return min(of_plan, 256) if has_thread else of_plan
     return rows_of_lanes(classes, dtype)

@@ -25,19 +25,29 @@ struct Conversions : Arithmetic {
     memcpy(&bits, &f, 4);
     return static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
   }
+  // One number of a pair of 16 bits.
+  static float of_pair(u32 pair, int shift, bool is_bfloat) {
+    u32 bits = pair >> shift & 0xffff;
+    if (!is_bfloat) return half_to_float(static_cast<u16>(bits));
+    float f;
+    bits <<= 16;
+    memcpy(&f, &bits, 4);
+    return f;
+  }
   // The larger numbers of two pairs of 16 bits. If one of two is NaN, the result is the other.
   static u32 larger_pair(u32 a, u32 b, bool is_bfloat) {
-    const auto as_float = [&](u32 bits) {
-      if (!is_bfloat) return half_to_float(static_cast<u16>(bits));
-      float f;
-      bits <<= 16;
-      memcpy(&f, &bits, 4);
-      return f;
-    };
     u32 result = 0;
     for (int shift = 0; shift < 32; shift += 16) {
-      const float max = fmax_ptx(as_float(a >> shift & 0xffff), as_float(b >> shift & 0xffff));
+      const float max = fmax_ptx(of_pair(a, shift, is_bfloat), of_pair(b, shift, is_bfloat));
       result |= static_cast<u32>(is_bfloat ? float_to_bfloat(max) : float_to_half(max)) << shift;
+    }
+    return result;
+  }
+  // The bits of the numbers of a pair that are greater than those of another.
+  static u32 where_greater(u32 a, u32 b, bool is_bfloat) {
+    u32 result = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+      if (of_pair(a, shift, is_bfloat) > of_pair(b, shift, is_bfloat)) result |= 0xffffu << shift;
     }
     return result;
   }

@@ -280,8 +280,12 @@ struct Execute : Conversions {
         break;
       case F16X2:
       case BF16X2:
-        done = in.op == MAX && !in.ftz;
-        if (done) binary<full, u32>(in, mask, [&](u32 a, u32 b) { return larger_pair(a, b, in.ty == BF16X2); });
+        done = (in.op == MAX || in.op == SETGT) && !in.ftz;
+        if (done) {
+          binary<full, u32>(in, mask, [&](u32 a, u32 b) {
+            return in.op == MAX ? larger_pair(a, b, in.ty == BF16X2) : where_greater(a, b, in.ty == BF16X2);
+          });
+        }
         break;
       case PRED:
         done = pred_op<full>(in, mask);

@@ -211,6 +211,10 @@ struct StatementParser : OperandParser {
       in.a[1] = operand(ops[2], false, line);
     } else if (name == "testp") {
       bad_ptx(k, line, s);
+    } else if (name == "set") {
+      if (in.ty != U32 || (in.from != F16X2 && in.from != BF16X2) || !has("gt") || m.size() != 4) bad_ptx(k, line, s);
+      simple(SETGT, 2);
+      in.ty = in.from;
     } else if (name == "setp") {
       in.op = SETP;
       static const std::map<std::string, Cmp> cmps = {

@@ -84,6 +84,7 @@ enum Op : u8 {
   SHL,
   SHR,
   SETP,
+  SETGT,
   SELP,
   CVT,
   RCP,

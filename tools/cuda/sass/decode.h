@@ -153,6 +153,14 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     for (const Operand& o : in.o) {
       if (o.neg || o.abs || o.half) bad_sass(text);
     }
+  } else if (base == "HSET2") {
+    in.op = s_HSET2;
+    in.mufu = has("BF16_V2");
+    all();
+    if (in.o.size() != 4 || !has("GT") || !has("AND")) bad_sass(text);
+    for (const Operand& o : in.o) {
+      if (o.neg || o.abs || o.half || o.inv) bad_sass(text);
+    }
   } else if (base == "VIMNMX") {
     in.op = s_VIMNMX;
     all();

@@ -26,6 +26,10 @@ struct SassFloats : SassMemory {
         if (in.op == s_VHMNMX) max = larger_pair(max, raw(o[3], l), in.mufu == 1);
         return set(o[0], l, max);
       }
+      case s_HSET2: {
+        const bool with = pred(o[3], l);
+        return set(o[0], l, with ? where_greater(raw(o[1], l), raw(o[2], l), in.mufu == 1) : 0);
+      }
       case s_FSETP: {
         float a = f32(o[2], l), b2 = f32(o[3], l);
         if (in.ftz) {

@@ -50,6 +50,7 @@ inline const std::map<std::string, std::set<std::string>>& modifiers() {
         {"HADD2", "F32"},
         {"HFMA2", "MMA"},
         {"HMNMX2", "BF16_V2"},
+        {"HSET2", "AND BF16_V2 GT"},
         {"I2F", "F64 RM RP RZ S64 U16 U32 U64"},
         {"I2FP", "F32 RM RP RZ S32 U32"},
         {"IABS", ""},

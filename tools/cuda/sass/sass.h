@@ -31,6 +31,7 @@ enum SOp : u8 {
   s_FMNMX3,
   s_HMNMX2,
   s_VHMNMX,
+  s_HSET2,
   s_VIMNMX,
   s_VIMNMX3,
   s_VIADDMNMX,
