@@ -1,5 +1,7 @@
 """Short rows of class probabilities, which lie in tiles of shared memory."""
 
+import math
+
 import pytest
 import torch
 
@@ -114,6 +116,32 @@ def test_ties_and_masks_of_shared_rows(library, dtype, target_type, classes):
         actual = check_focal_loss(library, logits, target, gamma, reduction="none")
         of_rows = torch.arange(6), saved_classes(actual, 6)
         assert (logits[of_rows] == logits.amax(1)).all()
+
+
+# Rows far from 0, below and above the magnitude up to which one fused operation gives the exponent. Impossible classes
+# without a share lie in some lanes of a row only, which then sum another way than the others.
+@with_types
+@pytest.mark.parametrize("classes", [10, 16, 100, 250])
+def test_large_logits_of_shared_rows(library, dtype, target_type, classes):
+    logits = (
+        3 * torch.randn(8, classes) + torch.tensor([0.0, 0.3, 700.7, -700.7, 1000.1, 1030.0, -3000.0, 60000.0])[:, None]
+    )
+    logits = logits.to(dtype)
+    target = shares_for(logits, target_type)
+    for impossible in (0, 2):
+        logits[:, :impossible] = -torch.inf
+        target[:, :impossible] = 0
+        for gamma in GAMMAS:
+            check_focal_loss(library, logits, target, gamma, reduction="none")
+
+
+# Adjacent logits around the bound from which a class is likely.
+@pytest.mark.parametrize("classes", [10, 100])
+def test_bound_of_the_likely_class_of_shared_rows(library, classes):
+    logits = torch.zeros(81, classes)
+    middle = torch.tensor(math.log(0.55 / 0.45 * (classes - 1)))
+    logits[:, 3] = middle.view(torch.int32).add(torch.arange(-40, 41, dtype=torch.int32)).view(torch.float32)
+    check_focal_loss(library, logits, shares_for(logits, torch.float32), 2.0, reduction="none")
 
 
 # A NaN or an infinite logit makes its row NaN, and so does a NaN in the target; an impossible class with a share has an
