@@ -128,10 +128,8 @@ __global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
     const __grid_constant__ GridSum<float> totals, const float share) {
   __shared__ __align__(16) unsigned char tile_bytes[kSmoothedTileBytes];
-  const int thread = static_cast<int>(threadIdx.x), classes = static_cast<int>(args.classes);
+  const int classes = static_cast<int>(args.classes);
   auto* tile = reinterpret_cast<Scalar*>(tile_bytes);
-  // If rows have lanes, first_numbers[-r] are those of row r of the tile.
-  auto* first_numbers = reinterpret_cast<SmoothedNumbers*>(tile_bytes + kSmoothedTileBytes) - 1;
   double loss_sum = 0;
   int live = 0;
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
@@ -139,41 +137,24 @@ __global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_
     const Scalar* logits = of_tile.of(args.logits, classes);
     load_large_tile(tile, logits, of_tile.rows * classes);
     __syncthreads();
-    if constexpr (kHasLanes) {
-      const int lane = thread & (plan.lanes - 1);
-      // Warps without a row skip it.
-      for (int first = (thread & -kWarp) >> plan.lane_bits; first < of_tile.rows; first += kBlock >> plan.lane_bits) {
-        const int r = first + (thread % kWarp >> plan.lane_bits);
-        const bool exists = r < of_tile.rows;
-        const auto numbers =
-            smoothed_numbers<kGamma, kValues>(tile, r, classes, share, plan.around, lane, plan.lanes, exists);
-        if (lane == 0 && exists) first_numbers[-r] = numbers;
-      }
-      __syncthreads();
-    }
-    const auto finish = [&](int r) {
-      const auto row = short_row(args, of_tile.first + static_cast<uint32_t>(r), tile + r * classes);
-      SmoothedNumbers numbers;
-      if constexpr (kHasLanes) {
-        numbers = first_numbers[-r];
-      } else {
-        numbers = smoothed_numbers<kGamma, kValues>(row.logits, r, classes, share, plan.around);
-      }
-      const SmoothedSums<float> sums = numbers.sums(share, static_cast<float>(classes));
-      loss_sum += static_cast<double>(finish_row<kGamma>(args, row, share, sums));
-      live += row.is_live;
-    };
-    if constexpr (kHasLanes) {
-      if (thread < of_tile.rows) finish(thread);
-    } else {
-#pragma unroll 1
-      for (int r = thread; r < of_tile.rows; r += kBlock) finish(r);
-    }
+    each_row_of_tile<kHasLanes, SmoothedNumbers>(
+        plan, of_tile.rows, tile_bytes + kSmoothedTileBytes,
+        [&](int r, int lane, bool exists) {
+          if constexpr (kHasLanes) {
+            return smoothed_numbers<kGamma, kValues>(tile, r, classes, share, plan.around, lane, plan.lanes, exists);
+          } else {
+            return smoothed_numbers<kGamma, kValues>(tile + r * classes, r, classes, share, plan.around);
+          }
+        },
+        [&](int r, const SmoothedNumbers& numbers) {
+          const auto row = short_row(args, of_tile.first + static_cast<uint32_t>(r), tile + r * classes);
+          const SmoothedSums<float> sums = numbers.sums(share, static_cast<float>(classes));
+          loss_sum += static_cast<double>(finish_row<kGamma>(args, row, share, sums));
+          live += row.is_live;
+        });
     __syncthreads();  // before the next tile
   }
-  // Warps beyond the rows of a tile have only zeros.
-  const bool brings_any = !kHasLanes || thread < plan.rows_per_tile || thread < kWarp;
-  sum_over_grid(totals, loss_sum, static_cast<double>(live), brings_any);
+  sum_over_grid(totals, loss_sum, static_cast<double>(live), finishes_any<kHasLanes>(plan));
 }
 
 // The same for rows of adjacent classes that a warp, or the block, reads twice.

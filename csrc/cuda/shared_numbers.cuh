@@ -66,12 +66,12 @@ class SharedTerms {
         add(sums, t, t, share, share * t);
       });
       sums.depth *= kLn2;
-      // Otherwise a logit is -inf or NaN, or t overflows.
+      // Otherwise a logit or a share is not finite, or a product overflows.
       if (fabsf(sums.depth) < kInfinity<float>) return sums;
     }
     sums = {0, 0, 0, 0, 0, 0, 0, d, max_, 0};
     each([&](float z, float share) {
-      const float x = exp_base(max_) - z, t = is_near_ ? fmaf(z, kLog2E, -base_) : x * -kLog2E;
+      const float x = max_ - z, t = is_near_ ? fmaf(z, kLog2E, -base_) : x * -kLog2E;
       // A class with a share of 0 adds 0, even at probability zero.
       add(sums, t, fmaxf(t, kLeast), share, share == 0.0f ? 0.0f : share * (d * kLn2 - x));
     });
@@ -131,11 +131,7 @@ template <typename Scalar, typename Target>
 struct SharesOfLoad {
   static constexpr int kCount = sizeof(Scalar) + sizeof(Target) == sizeof(uint32_t) ? 2 : 1;
   static constexpr int kBytes = sizeof(Scalar) + sizeof(Target);  // of a class in the tile
-  static constexpr int kLargest = sizeof(Target) > sizeof(Scalar) ? sizeof(Target) : sizeof(Scalar);
-  template <bool kHasLanes>
-  static constexpr int kMostLoads = kHasLanes     ? 2 * kWordsPerLane
-                                    : kCount == 2 ? kWordsPerLane
-                                                  : kValuesPerLane;
+  static constexpr int kWidest = sizeof(Target) > sizeof(Scalar) ? sizeof(Target) : sizeof(Scalar);
   using Kept = std::conditional_t<kCount == 2, Scalar, float>;  // the types of the numbers in a word
   using KeptShare = std::conditional_t<kCount == 2, Target, float>;
   uint32_t word;
@@ -158,7 +154,8 @@ struct SharesOfLoad {
     }
   };
 
-  // The largest of several loads. places: of 16 bits, the place of each among the classes that were compared
+  // The largest of several loads. The place of a class is kCount times the number of its load, plus its place there;
+  // two places of 16 bits lie in a word as two logits do.
   struct Largest {
     uint32_t word;
     uint32_t shares;
@@ -182,7 +179,6 @@ struct SharesOfLoad {
   };
   struct Pair {
     float largest = -kInfinity<float>;
-    float share = 0;
     int place = 0;
     float beside = 0;
     float share_beside = 0;
@@ -192,12 +188,10 @@ struct SharesOfLoad {
       unpack_word<Kept>(of.word, values);
       unpack_word<KeptShare>(of.shares, shares);
       largest = values[0];
-      share = shares[0];
       place = static_cast<int>(of.places);
       if constexpr (kCount == 2) {
         const bool is_second = values[1] > values[0];
         largest = is_second ? values[1] : values[0];
-        share = is_second ? shares[1] : shares[0];
         place = static_cast<int>(is_second ? of.places >> 16 : of.places & 0xffffu);
         beside = is_second ? values[0] : values[1];
         share_beside = is_second ? shares[0] : shares[1];
@@ -220,22 +214,31 @@ struct SharesOfLoad {
   }
 };
 
-// Writes a number that a load may read next: of two numbers, in their word.
+// The word of a class that a load reads: a number, or two of 16 bits.
 template <int kCount, typename Number>
-__device__ __forceinline__ void write_number(Number* row, int j, Number value) {
+using WordOfLoad = std::conditional_t<kCount == 2, uint32_t, Number>;
+template <int kCount, typename Number>
+__device__ __forceinline__ WordOfLoad<kCount, Number>& word_of_class(Number* row, int j) {
+  return reinterpret_cast<WordOfLoad<kCount, Number>*>(row)[j / kCount];
+}
+// Writes the number of a class, and returns its word as it was.
+template <int kCount, typename Number>
+__device__ __forceinline__ WordOfLoad<kCount, Number> replace_number(Number* row, int j, Number value) {
+  auto& word = word_of_class<kCount>(row, j);
+  const auto before = word;
   if constexpr (kCount == 2) {
-    auto* word = reinterpret_cast<uint32_t*>(row) + j / 2;
     const int shift = j % 2 * 16;
-    *word = (*word & ~(0xffffu << shift)) | static_cast<uint32_t>(bit_cast<uint16_t>(value)) << shift;
+    word = (before & ~(0xffffu << shift)) | static_cast<uint32_t>(bit_cast<uint16_t>(value)) << shift;
   } else {
-    row[j] = value;
+    word = value;
   }
+  return before;
 }
 
-// The numbers of the row `row` of a tile, which a thread computes, and the share of the largest class.
+// The numbers of the row `row` of a tile, which a thread computes.
 template <int kGamma, typename Scalar, typename Target>
 __device__ __forceinline__ SharedNumbers shared_numbers(const Scalar* logits, const Target* targets, int row,
-                                                        int classes, bool around, float& share) {
+                                                        int classes, bool around) {
   using Load = SharesOfLoad<Scalar, Target>;
   const typename Load::From from = {logits + row * classes, targets + row * classes};
   const LoadsOfRow<Load, false> loads(from, classes / Load::kCount, 1, row, around);
@@ -243,7 +246,6 @@ __device__ __forceinline__ SharedNumbers shared_numbers(const Scalar* logits, co
   auto sums = SharedTerms<kGamma>(values.pair().largest).of([&](auto take) { values.each_other(take); });
   const int place = values.pair().place;
   sums.largest = loads.load_of(place / Load::kCount) * Load::kCount + place % Load::kCount;
-  share = values.pair().share;
   return sums;
 }
 
@@ -284,14 +286,13 @@ __device__ __forceinline__ SharedNumbers shared_numbers(Scalar* logits, Target* 
   const bool is_apart = own == largest && own != kNoClass;
   logits += row * classes;
   targets += row * classes;
-  Target share = {};
+  WordOfLoad<kCount, Target> before = {};
   if (is_apart) {
-    share = targets[own];
-    write_number<kCount>(logits, own, terms.template nothing<Scalar>());
-    write_number<kCount>(targets, own, Store<Target>::from_compute(0.0f));
+    replace_number<kCount>(logits, own, terms.template nothing<Scalar>());
+    before = replace_number<kCount>(targets, own, Store<Target>::from_compute(0.0f));
   }
   auto sums = terms.of([&](auto take) { loads.each([&](const Load& load, int) { load.each(take); }); });
-  if (is_apart) write_number<kCount>(targets, own, share);
+  if (is_apart) word_of_class<kCount>(targets, own) = before;
   sums.largest = largest;
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {

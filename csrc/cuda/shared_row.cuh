@@ -22,7 +22,7 @@ struct SharedSums {
   Real fall2;  // of t e^2 x
   Real max;
   Real plain_fall;  // of e x; only with kHasPlainFall
-  int largest;      // kNoClass if no logit is above -inf
+  int largest;      // may be kNoClass if no logit is above -inf
 
   // Adds a class. far: the smaller of x and 1e4, because 0 times infinity is NaN
   template <int kGamma>

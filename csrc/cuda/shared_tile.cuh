@@ -1,6 +1,6 @@
 // The focal loss of short rows of class probabilities, without class weights and label smoothing, whose logits and
-// targets lie end to end. Forward, a block copies a tile of both to shared memory, where lanes compute the sums of
-// shared_row.cuh. Backward, it reads and writes a tile as one run of vectors.
+// targets lie end to end. Forward, a block copies a tile of both to shared memory, where a thread or lanes
+// compute the sums of shared_row.cuh. Backward, it reads and writes a tile as one run of vectors.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -62,13 +62,6 @@ __device__ __forceinline__ SmoothedGradient<float> shared_gradient(const RowLoss
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-// The share of the largest class of a row.
-struct OneShare {
-  float share;
-
-  __device__ __forceinline__ float of(int) const { return share; }
-};
-
 // Shared memory for a tile of logits and targets and, if its rows have lanes, the numbers of the rows.
 constexpr int kSharedTileBytes = 2 * kTileBytes + kBlock * static_cast<int>(sizeof(SharedNumbers));
 
@@ -82,8 +75,6 @@ __global__ __launch_bounds__(kBlock, 3) void shared_focal_forward_tile_kernel(
   const int thread = static_cast<int>(threadIdx.x), classes = static_cast<int>(args.classes);
   auto* tile = reinterpret_cast<Scalar*>(tile_bytes);
   auto* targets = reinterpret_cast<Target*>(tile + plan.rows_per_tile * classes);
-  // If rows have lanes, first_numbers[-r] are those of row r of the tile.
-  auto* first_numbers = reinterpret_cast<SharedNumbers*>(tile_bytes + kSharedTileBytes) - 1;
   double loss_sum = 0;
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
     const TileRows of_tile(plan, args.rows, t);
@@ -91,41 +82,26 @@ __global__ __launch_bounds__(kBlock, 3) void shared_focal_forward_tile_kernel(
     load_large_tile(tile, of_tile.of(args.logits, classes), count);
     load_large_tile(targets, of_tile.of(static_cast<const Target*>(args.target_probs.data), classes), count);
     __syncthreads();
-    if constexpr (kHasLanes) {
-      const int lane = thread & (plan.lanes - 1);
-      // Warps without a row skip it.
-      for (int first = (thread & -kWarp) >> plan.lane_bits; first < of_tile.rows; first += kBlock >> plan.lane_bits) {
-        const int r = first + (thread % kWarp >> plan.lane_bits);
-        const bool exists = r < of_tile.rows;
-        const auto numbers = shared_numbers<kGamma>(tile, targets, r, classes, plan.around, lane, plan.lanes, exists);
-        if (lane == 0 && exists) first_numbers[-r] = numbers;
-      }
-      __syncthreads();
-    }
-    const auto finish = [&](int r) {
-      Row<Scalar> row = {};
-      row.row = of_tile.first + static_cast<uint32_t>(r);
-      row.is_live = true;
-      SharedNumbers numbers;
-      float share;
-      if constexpr (kHasLanes) {
-        numbers = first_numbers[-r];
-        share = load_as_compute(targets[r * classes + (numbers.largest == kNoClass ? 0 : numbers.largest)]);
-      } else {
-        numbers = shared_numbers<kGamma>(tile, targets, r, classes, plan.around, share);
-      }
-      loss_sum += static_cast<double>(finish_row<kGamma>(args, row, OneShare{share}, numbers.sums()));
-    };
-    if constexpr (kHasLanes) {
-      if (thread < of_tile.rows) finish(thread);
-    } else {
-#pragma unroll 1
-      for (int r = thread; r < of_tile.rows; r += kBlock) finish(r);
-    }
+    each_row_of_tile<kHasLanes, SharedNumbers>(
+        plan, of_tile.rows, tile_bytes + kSharedTileBytes,
+        [&](int r, int lane, bool exists) {
+          if constexpr (kHasLanes) {
+            return shared_numbers<kGamma>(tile, targets, r, classes, plan.around, lane, plan.lanes, exists);
+          } else {
+            return shared_numbers<kGamma>(tile, targets, r, classes, plan.around);
+          }
+        },
+        [&](int r, const SharedNumbers& numbers) {
+          Row<Scalar> row = {};
+          row.row = of_tile.first + static_cast<uint32_t>(r);
+          row.is_live = true;
+          const TileTargets<Scalar, Target> of_row = {targets + r * classes};
+          loss_sum += static_cast<double>(finish_row<kGamma>(args, row, of_row, numbers.sums()));
+        });
     __syncthreads();  // before the next tile
   }
   const double rows = blockIdx.x == 0 && thread == 0 ? static_cast<double>(args.rows) : 0;
-  sum_over_grid(totals, loss_sum, rows, !kHasLanes || thread < plan.rows_per_tile || thread < kWarp);
+  sum_over_grid(totals, loss_sum, rows, finishes_any<kHasLanes>(plan));
 }
 
 // The backward kernel: a tile is read and written as one run of vectors.

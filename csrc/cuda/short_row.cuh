@@ -1,4 +1,5 @@
-// Short rows in shared memory: a lane keeps its part of a row in registers, with one of the largest classes apart.
+// Short rows in a tile of shared memory: the loads of a lane, or of a thread that takes a whole row, and such a part of
+// a row in registers, with one of the largest classes apart.
 #pragma once
 
 #include <type_traits>
@@ -8,6 +9,13 @@
 #include "cuda/launch.h"
 
 namespace focalkern::cuda {
+
+// The most loads of a lane. A load has kCount classes: one, or two of 16 bits. A thread that takes a whole row has
+// registers for fewer.
+template <int kCount, bool kHasLanes>
+constexpr int kMostLoads = kHasLanes     ? 2 * kWordsPerLane
+                           : kCount == 2 ? kWordsPerLane
+                                         : kValuesPerLane;
 
 // Copies a tile to shared memory. Both begin with a vector.
 template <typename Scalar>
@@ -37,8 +45,8 @@ __device__ __forceinline__ void load_large_tile(Scalar* tile, const Scalar* sour
 template <typename Scalar, int kValues>
 struct LogitsOfLoad {
   static constexpr int kCount = kValues;
-  static constexpr int kBytes = sizeof(Scalar);    // of a class in the tile
-  static constexpr int kLargest = sizeof(Scalar);  // bytes of the largest number of a class
+  static constexpr int kBytes = sizeof(Scalar);   // of a class in the tile
+  static constexpr int kWidest = sizeof(Scalar);  // bytes of its widest number
   // The most loads of a lane. A thread that takes a whole row has registers for fewer.
   template <bool kHasLanes>
   static constexpr int kMostLoads = kHasLanes      ? 2 * kWordsPerLane
@@ -107,18 +115,17 @@ struct LogitsOfLoad {
 };
 
 // A tile of plan_rows with the lanes of these kernels, and with twice the rows if there are many: what a tile costs a
-// thread hardly depends on its rows. If rows have lanes, each has a thread of its own, and its numbers are kept.
-// tile_bytes: the shared memory for both
+// thread hardly depends on its rows. If rows have lanes, the tile has at most kBlock rows, whose numbers are kept in
+// it. tile_bytes: its shared memory
 template <typename Load>
 RowPlan plan_short_rows(RowPlan plan, int64_t rows, int64_t classes, int64_t bytes_of_numbers, int64_t tile_bytes) {
-  const bool has_lanes = classes > Load::kCount * Load::template kMostLoads<false>;
-  const int64_t lanes = divide_up(classes, Load::kCount * Load::template kMostLoads<true>);
+  const bool has_lanes = classes > Load::kCount * kMostLoads<Load::kCount, false>;
+  const int64_t lanes = divide_up(classes, Load::kCount * kMostLoads<Load::kCount, true>);
   plan.lanes = has_lanes ? power_of_two_at_least(lanes < 2 ? 2 : lanes, kWarp) : 1;
-  plan.around = classes * Load::kLargest % (16 * plan.lanes) == 0;
+  plan.around = classes * Load::kWidest % (16 * plan.lanes) == 0;
   const int64_t row_bytes = classes * Load::kBytes + (has_lanes ? bytes_of_numbers : 0);
   const int larger = 2 * plan.rows_per_tile;
-  const bool has_threads = !has_lanes || larger <= kBlock;
-  if (has_threads && larger * row_bytes <= tile_bytes && rows >= larger * (kMaxGrid / 8)) plan.rows_per_tile = larger;
+  if (larger * row_bytes <= tile_bytes && rows >= larger * (kMaxGrid / 8)) plan.rows_per_tile = larger;
   return finish_row_plan(plan, rows);
 }
 
@@ -144,8 +151,9 @@ struct PlaceOfLane {
 template <typename Load, bool kHasLanes>
 class LoadsOfRow {
   static constexpr int kAtOnce = 4;  // loads with one test for all
-  static constexpr int kMost = Load::template kMostLoads<kHasLanes>;
+  static constexpr int kMost = kMostLoads<Load::kCount, kHasLanes>;
   static constexpr int kSure = kHasLanes ? 1 : 0;  // groups of kAtOnce that every lane with loads has
+  static_assert((kMostLoads<Load::kCount, false> + 1) / 2 > kSure * kAtOnce, "the fewest loads of a lane");
 
  public:
   static constexpr int kNumbers = kAtOnce + (kMost - 1) / kAtOnce * kAtOnce;
@@ -256,5 +264,33 @@ class ShortRowOfLane {
   typename Load::Pair pair_;
   Load kept_[LoadsOfRow<Load, kHasLanes>::kNumbers - 1];
 };
+
+// Calls finish(r, numbers_of(r, lane, exists)) for each row of a tile, in one thread. Threads compute the numbers of
+// whole rows, or lanes together, which then lie in shared memory before `end`; a row that does not exist has none.
+template <bool kHasLanes, typename Numbers, typename NumbersOf, typename Finish>
+__device__ __forceinline__ void each_row_of_tile(const RowPlan& plan, int rows, unsigned char* end,
+                                                 NumbersOf numbers_of, Finish finish) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if constexpr (kHasLanes) {
+    auto* first_numbers = reinterpret_cast<Numbers*>(end) - 1;  // those of row r are first_numbers[-r]
+    const int lane = thread & (plan.lanes - 1);
+    // Warps without a row skip it.
+    for (int first = (thread & -kWarp) >> plan.lane_bits; first < rows; first += kBlock >> plan.lane_bits) {
+      const int r = first + (thread % kWarp >> plan.lane_bits);
+      const Numbers numbers = numbers_of(r, lane, r < rows);
+      if (lane == 0 && r < rows) first_numbers[-r] = numbers;
+    }
+    __syncthreads();
+    if (thread < rows) finish(thread, first_numbers[-thread]);
+  } else {
+#pragma unroll 1
+    for (int r = thread; r < rows; r += kBlock) finish(r, numbers_of(r, 0, true));
+  }
+}
+// Whether a thread of the warp finishes rows; other warps have only zeros for the sum over the grid.
+template <bool kHasLanes>
+__device__ __forceinline__ bool finishes_any(const RowPlan& plan) {
+  return !kHasLanes || threadIdx.x < plan.rows_per_tile || threadIdx.x < kWarp;
+}
 
 }  // namespace focalkern::cuda

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cuda/common.cuh"
-#include "cuda/largest_logit.cuh"
 #include "cuda/row_in_registers.cuh"
 #include "cuda/short_row.cuh"
 #include "cuda/smoothed_row.cuh"

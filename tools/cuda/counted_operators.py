@@ -164,11 +164,12 @@ def rows_of_a_block(library: ctypes.CDLL, kernel: str, shape: tuple[int, int], d
         has_thread = "backward" in kernel and ("smoothed_focal" in kernel or "shared_focal" in kernel)
         # plan_short_rows of short_row.cuh; bytes of a tile, numbers of a row
         if "smoothed_focal_forward" in kernel or "shared_focal_forward" in kernel:
-            operands, most, numbers = (1, 128 * (200 + 32), 32) if "smoothed" in kernel else (2, 2 * 16384 + 256 * 40, 40)
+            operands, most, numbers = (
+                (1, 128 * (200 + 32), 32) if "smoothed" in kernel else (2, 2 * 16384 + 256 * 40, 40)
+            )
             has_lanes = classes > (26 if dtype.itemsize == 2 and classes % 2 == 0 else 16)
             of_row = operands * classes * dtype.itemsize + (numbers if has_lanes else 0)
-            has_threads = not has_lanes or 2 * of_plan <= 256
-            if has_threads and 2 * of_plan * of_row <= most and rows >= 2 * of_plan * (MAX_GRID // 8):
+            if 2 * of_plan * of_row <= most and rows >= 2 * of_plan * (MAX_GRID // 8):
                 of_plan *= 2
         return min(of_plan, 256) if has_thread else of_plan
     return rows_of_lanes(classes, dtype)

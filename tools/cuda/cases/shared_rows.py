@@ -37,7 +37,8 @@ def test_short_shared_rows(library, dtype, target_type, first):
             check_focal_loss(library, logits, shares_for(logits, target_type), gamma, detach_modulation=True)
 
 
-# A block takes several tiles; without gradients of the target and with them.
+# A block takes several tiles, with as many rows as fit, or fewer if the rows are few for so many blocks; without
+# gradients of the target and with them.
 @with_types
 @pytest.mark.parametrize(
     ("rows", "classes"),
@@ -45,7 +46,7 @@ def test_short_shared_rows(library, dtype, target_type, first):
 )
 def test_tiles_of_shared_rows(library, dtype, target_type, rows, classes):
     logits = (3 * torch.randn(rows, classes)).to(dtype)
-    for blocks, reduction in ((1, "mean"), (2, "sum")):
+    for blocks, reduction in ((1, "mean"), (2, "sum"), (64, "mean")):
         with most_blocks(library, blocks):
             check_focal_loss(library, logits, shares_for(logits, target_type), 2.0, reduction=reduction)
 

@@ -165,8 +165,8 @@ FAULTS = [
     Fault(
         "the numbers of the rows of a tile lie in its logits",
         "row_loss_smoothed.cu",
-        "(tile_bytes + kSmoothedTileBytes)",
-        "(tile_bytes + kTileBytes)",
+        "tile_bytes + kSmoothedTileBytes,",
+        "tile_bytes + kTileBytes,",
     ),
     Fault(
         "one largest class is in no sum of squares",
@@ -236,7 +236,7 @@ FAULTS = [
     Fault("the last word of a vector is not compared", "largest_logit.cuh", "larger<Scalar>(max_.z, max_.w)", "max_.z"),
     Fault(
         "every second warp takes the rows of the warp before it",
-        "row_loss_smoothed.cu",
+        "short_row.cuh",
         "first = (thread & -kWarp) >> plan.lane_bits",
         "first = (thread & -2 * kWarp) >> plan.lane_bits",
     ),
@@ -281,19 +281,19 @@ FAULTS = [
     Fault(
         "the largest class of a tile's row has a probability beside the others",
         "shared_numbers.cuh",
-        "write_number<kCount>(logits, own, terms.template nothing<Scalar>());",
+        "replace_number<kCount>(logits, own, terms.template nothing<Scalar>());",
         "",
     ),
     Fault(
         "the largest class of a tile's row has a share beside the others",
         "shared_numbers.cuh",
-        "write_number<kCount>(targets, own, Store<Target>::from_compute(0.0f));",
+        "before = replace_number<kCount>(targets, own, Store<Target>::from_compute(0.0f));",
         "",
     ),
     Fault(
         "the largest class of a tile's row loses its share",
         "shared_numbers.cuh",
-        "if (is_apart) write_number<kCount>(targets, own, share);",
+        "if (is_apart) word_of_class<kCount>(targets, own) = before;",
         "",
     ),
     Fault(
@@ -350,8 +350,8 @@ FAULTS = [
     Fault(
         "the numbers of the rows of a tile lie in its targets",
         "shared_tile.cuh",
-        "(tile_bytes + kSharedTileBytes)",
-        "(tile_bytes + kTileBytes)",
+        "tile_bytes + kSharedTileBytes,",
+        "tile_bytes + kTileBytes,",
     ),
     Fault(
         "losses of short rows with shares: only the first tile of a block",
