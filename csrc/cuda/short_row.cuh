@@ -45,13 +45,8 @@ __device__ __forceinline__ void load_large_tile(Scalar* tile, const Scalar* sour
 template <typename Scalar, int kValues>
 struct LogitsOfLoad {
   static constexpr int kCount = kValues;
-  static constexpr int kBytes = sizeof(Scalar);   // of a class in the tile
-  static constexpr int kWidest = sizeof(Scalar);  // bytes of its widest number
-  // The most loads of a lane. A thread that takes a whole row has registers for fewer.
-  template <bool kHasLanes>
-  static constexpr int kMostLoads = kHasLanes      ? 2 * kWordsPerLane
-                                    : kValues == 2 ? kWordsPerLane
-                                                   : kValuesPerLane;
+  static constexpr int kBytes = sizeof(Scalar);                  // of a class in the tile
+  static constexpr int kWidest = sizeof(Scalar);                 // bytes of its widest number
   using Kept = std::conditional_t<kValues == 2, Scalar, float>;  // the type of the numbers in a word
   uint32_t word;
 
@@ -265,8 +260,8 @@ class ShortRowOfLane {
   Load kept_[LoadsOfRow<Load, kHasLanes>::kNumbers - 1];
 };
 
-// Calls finish(r, numbers_of(r, lane, exists)) for each row of a tile, in one thread. Threads compute the numbers of
-// whole rows, or lanes together, which then lie in shared memory before `end`; a row that does not exist has none.
+// Calls finish(r, numbers) for each row r of a tile, in one thread. numbers_of(r, lane, exists) returns the numbers of
+// a row, in every lane of it; with lanes, they are kept in shared memory before `end` until a thread finishes the row.
 template <bool kHasLanes, typename Numbers, typename NumbersOf, typename Finish>
 __device__ __forceinline__ void each_row_of_tile(const RowPlan& plan, int rows, unsigned char* end,
                                                  NumbersOf numbers_of, Finish finish) {
