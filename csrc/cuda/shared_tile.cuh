@@ -68,7 +68,7 @@ constexpr int kSharedTileBytes = 2 * kTileBytes + kBlock * static_cast<int>(size
 // The forward kernel of row_loss_shared.cu for such rows: a thread, or lanes, take a row of a tile in shared memory,
 // and a thread finishes it.
 template <typename Scalar, typename Target, int kGamma, bool kHasLanes>
-__global__ __launch_bounds__(kBlock, 3) void shared_focal_forward_tile_kernel(
+__global__ __launch_bounds__(kBlock, 2) void shared_focal_forward_tile_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
     const __grid_constant__ GridSum<float> totals) {
   __shared__ __align__(16) unsigned char tile_bytes[kSharedTileBytes];
