@@ -124,7 +124,7 @@ __global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_registers_ke
 // The same for short rows: a thread, or lanes, take a row of a tile in shared memory, and a thread finishes it.
 // kValues: classes that are loaded at once
 template <typename Scalar, int kGamma, int kValues, bool kHasLanes>
-__global__ __launch_bounds__(kBlock, kHasLanes ? 3 : kMostBlocks) void smoothed_focal_forward_tile_kernel(
+__global__ __launch_bounds__(kBlock, 3) void smoothed_focal_forward_tile_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
     const __grid_constant__ GridSum<float> totals, const float share) {
   __shared__ __align__(16) unsigned char tile_bytes[kSmoothedTileBytes];

@@ -126,7 +126,7 @@ __device__ __forceinline__ uint32_t choose(uint32_t where, uint32_t a, uint32_t 
 }
 __device__ __forceinline__ uint32_t choose(bool first, uint32_t a, uint32_t b) { return first ? a : b; }
 
-// What a lane loads at once: logits and shares of two classes of 16 bits, or of one class.
+// A load of a lane: logits and shares of two classes of 16 bits, or of one class.
 template <typename Scalar, typename Target>
 struct SharesOfLoad {
   static constexpr int kCount = sizeof(Scalar) + sizeof(Target) == sizeof(uint32_t) ? 2 : 1;

@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_large_tile(Scalar* tile, const Scalar* sour
   if (at < count) tile[at] = source[at];
 }
 
-// What a lane loads at once: the logits of kValues classes.
+// A load of a lane: the logits of kValues classes.
 template <typename Scalar, int kValues>
 struct LogitsOfLoad {
   static constexpr int kCount = kValues;

@@ -136,6 +136,17 @@ def test_large_logits_of_shared_rows(library, dtype, target_type, classes):
             check_focal_loss(library, logits, target, gamma, reduction="none")
 
 
+# The loss keeps its digits where the largest logit, times log2 e, has a rounding error.
+@pytest.mark.parametrize("classes", [6, 30])
+def test_digits_of_large_logits_of_shared_rows(library, classes):
+    logits = 0.1 * torch.randn(64, classes) + 700 + 300 * torch.rand(64, 1)
+    labels = torch.randint(classes, (64,))
+    target = torch.nn.functional.one_hot(labels, classes).float()
+    actual = run_focal_loss(library, logits, target, 0.0, torch.ones(64), reduction="none")
+    expected = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
+    torch.testing.assert_close(actual["loss"].double(), expected, rtol=4e-6, atol=0)
+
+
 # Adjacent logits around the bound from which a class is likely.
 @pytest.mark.parametrize("classes", [10, 100])
 def test_bound_of_the_likely_class_of_shared_rows(library, classes):
