@@ -21,6 +21,13 @@
 namespace focalkern::cpu {
 namespace {
 
+template <typename Loss, typename Scalar, typename Gammas>
+void soft_rows(const RowLossArgs<Scalar>& args, int64_t n_rows, Gammas, compute_t<Scalar> uniform_share,
+               SoftTile<compute_t<Scalar>>& tile) {
+  if (tile.has_labels) soft_labels<Loss, Gammas>(n_rows, args.epsilon, args.detach_modulation, tile);
+  soft_losses<Loss, Gammas>(n_rows, args.epsilon, args.detach_modulation, uniform_share, tile);
+}
+
 template <typename Loss, typename Scalar>
 RowLossSums forward_soft(const RowLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
   using Real = compute_t<Scalar>;
@@ -40,9 +47,7 @@ RowLossSums forward_soft(const RowLossForward<Scalar>& args, int64_t row_begin, 
     soft_gammas(args, n, tile);
     reader.with_gammas([&](auto gammas) { reader.template add_classes<false>(n, gammas); });
     reader.read_top_shares(n);
-    reader.with_gammas([&](auto gammas) {
-      soft_losses<Loss, decltype(gammas)>(whole, args.epsilon, args.detach_modulation, reader.uniform_share, tile);
-    });
+    reader.with_gammas([&](auto gammas) { soft_rows<Loss>(args, whole, gammas, reader.uniform_share, tile); });
     soft_saved(n, args.saved + row, args.rows, tile);
     if constexpr (Loss::kSpecialClass != SpecialClass::kNone) std::fill_n(args.saved + 3 * args.rows + row, n, Real(0));
     if (args.row_loss) std::copy_n(tile.loss, n, args.row_loss + row);
@@ -65,7 +70,6 @@ void backward_soft(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = reader.count(row, row_end);
     reader.read(row, n);
-    if (!reader.uniform && reader.across) reader.find_largest(n);
     const int64_t whole = whole_vectors(n);
     std::copy_n(args.saved + row, n, tile.shift);
     std::copy_n(args.saved + args.rows + row, n, tile.sum_exp_others);
@@ -82,9 +86,7 @@ void backward_soft(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
     if (args.grad_gamma && Loss::kHasGamma) reader.template add_classes<true>(n, AnyGammas());
     if (needs_loss) {
       reader.with_gammas([&](auto gammas) { reader.template add_classes<false>(n, gammas); });
-      reader.with_gammas([&](auto gammas) {
-        soft_losses<Loss, decltype(gammas)>(whole, args.epsilon, args.detach_modulation, reader.uniform_share, tile);
-      });
+      reader.with_gammas([&](auto gammas) { soft_rows<Loss>(args, whole, gammas, reader.uniform_share, tile); });
       for (int64_t r = 0; r < n; ++r) tile.weight_grad[r] = tile.upstream[r] * tile.loss[r];
     } else {
       std::fill_n(tile.weight_grad, kTileRows, Real(0));
@@ -97,6 +99,9 @@ void backward_soft(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
       }
     }
     const auto finish = [&](auto gammas) {
+      if (tile.has_labels) {
+        soft_labels<Loss, decltype(gammas)>(whole, args.epsilon, args.detach_modulation, tile);
+      }
       soft_grads<Loss, decltype(gammas)>(whole, args.epsilon, args.detach_modulation, reader.uniform_share,
                                          kept / (kept + spread_share), kept, tile);
     };

@@ -60,6 +60,25 @@ struct LargestOfColumns {
   }
 };
 
+// The index of the likely class of each row, 0 without one.
+struct LikelyOfColumns {
+  template <int64_t bytes, typename Real>
+  static FK_HOST_DEVICE void run(const SoftColumns<Real>& columns, int64_t n_rows, SoftTile<Real>& tile) {
+    constexpr int64_t n = kLanesOf<bytes, Real>;
+    using Reals = simd_t<Real, n>;
+    using Ints = simd_t<label_int<Real>, n>;
+    for (int64_t row = 0; row < n_rows; row += n) {
+      const int64_t r = std::min(row, n_rows - n);
+      const Reals likely = load_simd<Reals>(tile.likely + r);
+      Ints found{}, index{};
+      for (int64_t c = 0; c < columns.classes; ++c, index += 1) {
+        found = load_simd<Reals>(columns.z + c * columns.stride + r) == likely ? index : found;
+      }
+      store_simd(found, tile.special + r);
+    }
+  }
+};
+
 template <int64_t n, typename Real>
 FK_HOST_DEVICE simd_t<Real, n> share_of_columns(const SoftColumns<Real>& columns, const SoftShares<Real>& shares,
                                                 int64_t c, int64_t r) {

@@ -30,6 +30,11 @@ struct SoftTile : Tile<Real> {
   Real top_share[kTileRows];
   Real top_gamma[kTileRows];
   Real label_gamma[kTileRows];
+  // Of the label, with label_share; 0 for targets without labels.
+  Real label_loss[kTileRows];
+  Real label_slope[kTileRows];
+  Real label_gamma_slope[kTileRows];
+  Real label_p[kTileRows];
   // Sums over all classes but the likely one and, for some losses, the label. A uniform share is factored out of them.
   Real loss_sum[kTileRows];
   Real grad_sum[kTileRows];
@@ -57,7 +62,7 @@ struct SoftTile : Tile<Real> {
     std::fill_n(this->label, kTileRows, label_int<Real>(kNoTarget));
     const auto clear = [](auto&... numbers) { (std::fill_n(numbers, kTileRows, Real(0)), ...); };
     clear(this->shift, this->sum_exp_others, this->target_logit, this->gamma, this->upstream, top_share, top_gamma,
-          label_gamma, loss_sum, grad_sum, gamma_sum, others);
+          label_gamma, label_loss, label_slope, label_gamma_slope, label_p, loss_sum, grad_sum, gamma_sum, others);
   }
 };
 

@@ -149,24 +149,34 @@ struct LabelTerms<Loss, WholeGammas<kGamma>> {
   }
 };
 
+// The terms of the labels that are not the likely class; 0 for others.
+template <typename Loss, typename Gammas, typename Real>
+FK_VECTOR_CLONES void soft_labels(int64_t n_rows, Real epsilon, bool detach_modulation, SoftTile<Real>& tile) {
+  // as wide as the numbers that it selects; otherwise gcc does not vectorize the loop
+  const Real detached = detach_modulation ? 1 : 0;
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const ClassTerms<Real> label = LabelTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
+    const bool is_apart = !(tile.target_logit[r] == tile.likely[r]);
+    tile.label_loss[r] = is_apart ? label.loss : Real(0);
+    tile.label_slope[r] = is_apart ? label.slope : Real(0);
+    tile.label_gamma_slope[r] = is_apart ? label.grad_gamma : Real(0);
+    tile.label_p[r] = exponential(tile.target_logit[r] - tile.shift[r]) * tile.inv_sum_exp[r];
+  }
+}
+
 // The losses of rows before their weight, and the sum of a_j over all classes but the likely one.
 template <typename Loss, typename Gammas, typename Real>
 FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
                                   SoftTile<Real>& tile) {
-  // as wide as the numbers that it selects; otherwise gcc does not vectorize the loop
   const Real detached = detach_modulation ? 1 : 0;
-  const Real has_labels = tile.has_labels ? 1 : 0;
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real likely = tile.likely[r];
     const ClassTerms<Real> top = TopTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
-    const ClassTerms<Real> label = LabelTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
     const bool with_top = tile.inv_sum_exp[r] > kUnlikely<Real>;
-    const bool with_label = (has_labels > Real(0)) & !(tile.target_logit[r] == likely);
-    const Real of_label = with_label ? label.loss : Real(0), of_top = with_top ? top.loss : Real(0);
-    const Real a_label = with_label ? label.slope : Real(0);
-    tile.loss[r] = uniform_share * tile.loss_sum[r] + of_label + of_top;
-    tile.others[r] = uniform_share * tile.grad_sum[r] + a_label;
+    const Real of_top = with_top ? top.loss : Real(0);
+    tile.loss[r] = uniform_share * tile.loss_sum[r] + tile.label_loss[r] + of_top;
+    tile.others[r] = uniform_share * tile.grad_sum[r] + tile.label_slope[r];
   }
 }
 
@@ -176,27 +186,23 @@ template <typename Loss, typename Gammas, typename Real>
 FK_VECTOR_CLONES void soft_grads(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
                                  Real label_part, Real kept, SoftTile<Real>& tile) {
   const Real detached = detach_modulation ? 1 : 0;
-  const Real has_labels = tile.has_labels ? 1 : 0;
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real likely = tile.likely[r], inv_sum_exp = tile.inv_sum_exp[r], others = tile.others[r];
     const ClassTerms<Real> top = TopTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
-    const ClassTerms<Real> label = LabelTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
     const bool with_top = tile.inv_sum_exp[r] > kUnlikely<Real>;
     const bool label_is_top = tile.target_logit[r] == likely;
-    const bool with_label = (has_labels > Real(0)) & !label_is_top;
     const Real scale = tile.upstream[r] * tile.row_weight[r];
     const Real all = others + (with_top ? top.slope : Real(0));
-    const Real p_label = exponential(tile.target_logit[r] - tile.shift[r]) * inv_sum_exp;
     const Real top_grad = scale * (inv_sum_exp * others - tile.sum_exp_others[r] * inv_sum_exp * top.slope);
-    const Real label_grad = scale * (p_label * all - label.slope);
+    const Real label_grad = scale * (tile.label_p[r] * all - tile.label_slope[r]);
     tile.p_factor[r] = scale * all * inv_sum_exp;
     tile.share_factor[r] = scale * uniform_share;
     tile.top_grad[r] = top_grad;
     tile.label_grad[r] = label_is_top ? top_grad : label_grad;
     tile.top_share_grad[r] = top.grad_share;
     tile.share_grad_factor[r] = scale * kept;
-    const Real of_label = with_label ? label_part * label.grad_gamma : Real(0);
+    const Real of_label = label_part * tile.label_gamma_slope[r];
     const Real of_top = with_top ? top.grad_gamma : Real(0);
     tile.grad_gamma[r] = scale * (uniform_share * tile.gamma_sum[r] + of_label + of_top);
   }
