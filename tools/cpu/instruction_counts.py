@@ -4,8 +4,8 @@
 
 A small program steps through one chunk of rows, one instruction at a time (Linux, x86-64 with AVX-512, a C++
 compiler). Counts do not depend on the load of the machine. `--write` records them, `--summary` prints the recorded
-ones, `--only splines` counts for one table. On a processor without AVX-512 `--only splines --write` records a table of
-AVX2.
+ones, `--only splines` counts for one table. On a processor without AVX-512, `--write` records tables of AVX2. There is
+none for `rows`, whose floor is that of AVX-512.
 
 The floor of `focal_loss` is the number of instructions of its arithmetic in vectors of sixteen, without addresses,
 loops and spills:
@@ -38,7 +38,6 @@ TABLE = ROOT / "benchmarks" / "results" / "cpu_counts.csv"
 ELEMENTS_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_sigmoid.csv"
 SOFT_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_soft.csv"
 SPLINE_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_spline.csv"
-SPLINE_TABLE_AVX2 = SPLINE_TABLE.with_name("cpu_counts_spline_avx2.csv")
 LANES = 16
 FEW_CLASSES = 32  # as in csrc/cpu/row_loss/tile.h
 CASES = [
@@ -170,12 +169,17 @@ def table(path: Path, header: list[str]) -> str:
     return "\n".join(lines)
 
 
+def of_avx2(path: Path) -> Path:
+    """The table of the counts with AVX2."""
+    return path.with_stem(f"{path.stem}_avx2")
+
+
 def summary() -> str:
     return table(TABLE, ["classes", "dtype", "gamma", "forward", "backward", "floor of both", "ratio"])
 
 
-def soft_summary() -> str:
-    return table(SOFT_TABLE, ["target", "classes", "dtype", "gamma", "forward", "backward", "both"])
+def soft_summary(path: Path = SOFT_TABLE) -> str:
+    return table(path, ["target", "classes", "dtype", "gamma", "forward", "backward", "both"])
 
 
 def element_summary() -> str:
@@ -204,12 +208,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.summary:
         print(summary(), soft_summary(), element_summary(), spline_summary(), sep="\n\n")
+        print("\nWith AVX2:", soft_summary(of_avx2(SOFT_TABLE)), sep="\n\n")
         return
-    wanted = [TABLES[arguments.only]] if arguments.only else list(TABLES.values())
-    if "avx512bw" not in Path("/proc/cpuinfo").read_text():
-        if arguments.write and arguments.only != "splines":
-            parser.error("without AVX-512, --write needs --only splines: the other tables are of AVX-512")
-        wanted = [(SPLINE_TABLE_AVX2 if path == SPLINE_TABLE else path, *rest) for path, *rest in wanted]
+    has_avx512 = "avx512bw" in Path("/proc/cpuinfo").read_text()
+    if arguments.only == "rows" and arguments.write and not has_avx512:
+        parser.error("--only rows --write needs AVX-512, whose floor the table has")
+    names = [arguments.only] if arguments.only else [name for name in TABLES if has_avx512 or name != "rows"]
+    wanted = [TABLES[name] for name in names]
+    if not has_avx512:
+        wanted = [(of_avx2(path), *rest) for path, *rest in wanted]
     with tempfile.TemporaryDirectory() as folder:
         programs = {make: make(Path(folder)) for make in {one[2] for one in wanted}}
         found = [
