@@ -20,7 +20,7 @@ from focalkern.files.paths import expanded, name_of, size_of
 from focalkern.files.samples import check_options
 from focalkern.study.engines import LocalPool, run_tasks
 from focalkern.study.network import Task, record_of, stamp_of
-from focalkern.study.report.sweep import METHODS, SCORES, Sweep
+from focalkern.study.report.sweep import METHODS, SCORES, Sweep, missing_keys
 
 __all__ = ["METHODS", "SCORES", "Sweep", "report_files", "run_sweep", "sweep", "sweep_one", "sweep_settings"]
 
@@ -297,5 +297,5 @@ def _known(place: Path, name: str, settings: Mapping[str, Any]) -> dict[str, Any
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not content.get("stamp"):
         return None
     network = content.get("network")
-    known = isinstance(network, dict) and "figures" in network and content["stamp"] == stamp_of(name, settings)
+    known = isinstance(network, dict) and not missing_keys(network) and content["stamp"] == stamp_of(name, settings)
     return network if known else None

@@ -137,7 +137,8 @@ def test_a_known_result_is_of_the_same_contents(files, tmp_path):
 
 def test_the_page_of_many_networks_begins_with_their_means(tmp_path):
     figures = {method: {"nll": 0.5, "brier": 0.3, "ece_equal_width": 0.1} for method in METHODS[:4]}
-    record = {"error": None, "criterion": "nll", "use": "no calibration", "figures": figures}
+    sizes = {"n_classes": 3, "n_validation": 5, "n_test": 7, "chosen": "none"}
+    record = {"error": None, "criterion": "nll", "use": "no calibration", "figures": figures, **sizes}
     records = [{**record, "path": f"n{place}.npz"} for place in range(21)]
     for n, is_folded in ((1, False), (20, False), (21, True)):
         page = Sweep.from_records(records[:n]).to_html().decode()
@@ -206,6 +207,23 @@ def test_one_set_is_halved(files, tmp_path):
         np.savez(tmp_path / "one.npz", logits=arrays["val_logits"], labels=arrays["val_labels"])
     (network,) = sweep([str(tmp_path / "one.npz")]).networks
     assert network["split"] and (network["n_validation"], network["n_test"]) == (60, 60)
+
+
+RECORD = {"path": "a.npz", "error": None, "criterion": "nll", "n_classes": 3, "n_validation": 5, "n_test": 7}
+
+
+@pytest.mark.parametrize(
+    ("record", "missing"),
+    [
+        (RECORD, "chosen, use, figures"),
+        ({**RECORD, "chosen": "none", "use": "", "figures": {"none": {"nll": 0.5}}}, "figures of nll, brier, .*"),
+        ({**RECORD, "chosen": "none", "use": "", "figures": None}, "figures of nll, brier, .*"),
+    ],
+)
+def test_a_damaged_record_is_refused_with_the_remedy(record, missing):
+    expected = rf"^from_records: records must have {missing}, got .*; run sweep_one on the file again$"
+    with pytest.raises(ValueError, match=expected):
+        Sweep.from_records([record])
 
 
 def test_ranks_and_wins_by_hand():
@@ -318,7 +336,7 @@ def test_names_of_results_are_short_and_have_no_query(files, tmp_path):
     assert _record_names(web) == dict(zip(web, "ab", strict=True))
 
 
-@pytest.mark.parametrize("network", [None, {}, []])
+@pytest.mark.parametrize("network", [None, {}, [], {"path": "a", "error": None, "criterion": "nll", "figures": {}}])
 def test_a_result_without_its_network_is_computed_again(files, tmp_path, network):
     first = fk.sweep(files[:1], folder=tmp_path / "r")
     (kept,) = (tmp_path / "r" / "networks").iterdir()

@@ -15,7 +15,7 @@ from focalkern._version import __version__
 from focalkern.files.paths import name_of
 from focalkern.study.report import html
 
-__all__ = ["METHODS", "SCORES", "Sweep", "names_of"]
+__all__ = ["METHODS", "SCORES", "Sweep", "missing_keys", "names_of"]
 
 METHODS = ("auto", "none", "temperature", "focal", "temperature, ECE", "focal, ECE")
 """The columns of the tables: the choice of the cross-validation; no calibration; both scalings by the proper loss; with
@@ -28,6 +28,9 @@ SCORES = {**LOSS_NAMES, "ece_equal_width": "ECE (equal_width)"}
 
 _MOST_UNFOLDED = 20  # largest number of networks whose rows a page shows at once
 
+_KEYS = ("path", "error", "criterion")
+_KEYS_WITHOUT_ERROR = ("n_classes", "n_validation", "n_test", "chosen", "use", "figures")
+
 _SIZES = ("classes", "validation_rows", "test_rows")
 _COLUMNS = [
     "network",
@@ -38,6 +41,18 @@ _COLUMNS = [
     *SCORES,
     "error",
 ]
+
+
+def missing_keys(record: Mapping[str, Any]) -> list[str]:
+    """The keys that a record of one network lacks: the scores of a method without all of them, too."""
+    has_error = record.get("error", "") is not None
+    missing = [key for key in (_KEYS if has_error else (*_KEYS, *_KEYS_WITHOUT_ERROR)) if key not in record]
+    if has_error or missing:
+        return missing
+    figures = record["figures"]
+    found = list(figures.values()) if isinstance(figures, Mapping) else []
+    complete = all(one is None or (isinstance(one, Mapping) and one.keys() >= SCORES.keys()) for one in found)
+    return [] if found and complete else [f"figures of {', '.join(SCORES)} by method"]
 
 
 def names_of(paths: Iterable[str]) -> dict[str, str]:
@@ -103,7 +118,8 @@ class Sweep:
 
         Raises:
             TypeError: an item that is not a record.
-            ValueError: a record without ``path``, ``error`` or ``criterion``; records of different criteria.
+            ValueError: a record without ``path``, ``error`` or ``criterion``, or without an error and without all keys
+                of :attr:`networks`; records of different criteria.
 
         Example:
             >>> records = [fk.sweep_one("absent.npz")]
@@ -114,9 +130,12 @@ class Sweep:
         for record in records:
             if not isinstance(record, Mapping):
                 raise TypeError(f"from_records: records must be dictionaries from sweep_one, got {short(record)}")
-            missing = [key for key in ("path", "error", "criterion") if key not in record]
+            missing = missing_keys(record)
             if missing:
-                raise ValueError(f"from_records: records must have {', '.join(missing)}, got {short(dict(record))}")
+                raise ValueError(
+                    f"from_records: records must have {', '.join(missing)}, got {short(dict(record))}; run sweep_one "
+                    "on the file again"
+                )
             earlier = found.get(record["path"])
             if earlier is None or earlier["error"] is not None or record["error"] is None:
                 found[record["path"]] = record
