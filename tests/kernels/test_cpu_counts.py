@@ -14,6 +14,7 @@ def test_the_documentation_has_the_recorded_table():
     page = (counts.ROOT / "docs" / "evidence" / "instructions.md").read_text()
     assert counts.summary() in page
     assert counts.soft_summary() in page
+    assert counts.soft_summary(counts.of_avx2(counts.SOFT_TABLE)) in page
     assert counts.element_summary() in page
     assert counts.spline_summary() in page
 
