@@ -96,15 +96,16 @@ class SoftReader {
     run_in_widest<LargestOfRows>(rows, n, tile);
   }
 
+  // Finds the likely classes across rows, if find_largest has not found the largest ones.
+  void find_likely() {
+    if (!uniform && across) run_in_widest<LikelyOfColumns>(columns, padded_, tile);
+  }
+
   // Reads the target share of the likely class, for each row that has one.
   void read_top_shares(int64_t n) {
-    if (!uniform) {
-      if (across) {
-        run_in_widest<LikelyOfColumns>(columns, padded_, tile);
-      } else {
-        run_in_widest<LikelyOfRows>(rows, n, tile);
-        if (!tile.has_labels) return;
-      }
+    if (!uniform && !across) {
+      run_in_widest<LikelyOfRows>(rows, n, tile);
+      if (!tile.has_labels) return;
     }
     if (tile.has_labels) {
       soft_label_is_top(n, tile);

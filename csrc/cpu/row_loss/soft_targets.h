@@ -82,6 +82,7 @@ void backward_soft(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
     soft_zeros(whole, tile);
     soft_numbers(whole, tile);
     soft_gammas(args, n, tile);
+    reader.find_likely();
     reader.read_top_shares(n);
     if (args.grad_gamma && Loss::kHasGamma) reader.template add_classes<true>(n, AnyGammas());
     if (needs_loss) {
