@@ -44,7 +44,7 @@ _COLUMNS = [
 
 
 def missing_keys(record: Mapping[str, Any]) -> list[str]:
-    """The keys that a record of one network lacks: the scores of a method without all of them, too."""
+    """The keys that a record of one network lacks. Figures without every score count as lacking."""
     has_error = record.get("error", "") is not None
     missing = [key for key in (_KEYS if has_error else (*_KEYS, *_KEYS_WITHOUT_ERROR)) if key not in record]
     if has_error or missing:
