@@ -83,6 +83,11 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and dtype in _SLOW_HALVES else dtype
 
 
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """A product in the dtype of its factors. Autocast would cast the factors of a product without ``out``."""
+    return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+
+
 @dataclass
 class Head:
     """Products of rows [N, D] with a weight [C, D]. ``kept`` holds the indices of the rows that count, None for all."""
@@ -144,7 +149,7 @@ class Head:
             if same:
                 torch.mm(grad, self._weight, out=self.grad_input[rows])
             else:
-                product = torch.mm(grad, self._weight)
+                product = _mm(grad, self._weight)
                 if self.scale != 1:
                     product.div_(self.scale)
                 self.grad_input[self.rows_of(rows)] = product.to(self.grad_input.dtype)
@@ -169,7 +174,7 @@ class Head:
         step = max(1, limit // max(1, x.shape[1] * self.grad_weight.element_size()))
         for begin in range(0, grad.shape[1], step):
             piece = slice(begin, begin + step)
-            product = torch.mm(grad[:, piece].t(), x)
+            product = _mm(grad[:, piece].t(), x)
             if rows.start:
                 self.grad_weight[piece].add_(product)
             else:

@@ -144,10 +144,12 @@ def test_autocast_casts_and_returns_float32(device, dtype):
         torch.testing.assert_close(a, e, rtol=3e-2, atol=3e-2 * e.abs().max().item())
 
 
-def test_products_without_instructions_for_a_half_type_run_in_float32(monkeypatch):
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_products_without_instructions_for_a_half_type_run_in_float32(monkeypatch, half, autocast):
     monkeypatch.setattr("focalkern.ops._linear_chunks._SLOW_HALVES", (torch.float16, torch.bfloat16))
-    x, w, b, target = problem(torch.bfloat16)
-    with Products() as seen:
+    x, w, b, target = problem(torch.float32 if autocast else half)
+    with torch.autocast("cpu", half, enabled=autocast), Products() as seen:
         fk.linear_focal_loss(x, w, target, linear_bias=b, chunk_rows=4).backward()
     assert {dtype for _, _, dtype in seen.products} == {torch.float32}
-    assert x.grad.dtype == w.grad.dtype == torch.bfloat16
+    assert x.grad.dtype == w.grad.dtype == x.dtype
