@@ -274,10 +274,10 @@ def target_misfit(
     expected = shape[: min(n_dims - 1, 1)] + shape[2:]
     if found == expected:
         return None
-    what = "one label, []," if n_dims == 1 else f"{'[N]' if n_dims == 2 else '[N, d1, ...]'} = {expected}"
+    what = f"{'[N]' if n_dims == 2 else '[N, d1, ...]'} = {expected}"
     remedy = ""
     if n_dims == 1:
-        what += f" for one sample of [C] = {shape} logits"
+        what = f"one label, [], for one sample of [C] = {shape} logits"
         remedy = ONE_LOGIT if found == shape else ""
     elif n_dims > 2 and found == shape[:-1]:
         last = n_dims - 2

@@ -8,10 +8,23 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from focalkern._checks import finite, flag, label, no_float8, number, one_of, reduction_code, reworded
+from focalkern._checks import (
+    finite,
+    flag,
+    label,
+    no_float8,
+    number,
+    one_of,
+    probabilities_misfit,
+    reduction_code,
+    reworded,
+    target_misfit,
+)
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern._tracing import constant_in_graphs, is_exporting
 from focalkern._types import PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
+from focalkern.fallback._checks import fits
+from focalkern.fallback.focal_loss import check_arguments
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.reference._softmax_losses import ROW_LOSSES, number_of, row_loss_of
@@ -22,6 +35,7 @@ __all__ = [
     "Modulation",
     "call_operator",
     "check_modulation",
+    "check_shapes",
     "check_tensor",
     "check_types",
     "finite_number",
@@ -76,6 +90,8 @@ def row_loss(
         check_tensor(op, "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
         function = call_operator if dispatched else backend_for(input).row_loss
+        if compiling:
+            check_shapes(op, kind, input, target, gamma, weight)
     if needs_float64(input, target, label_smoothing):
         given = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
         return row_loss(op, kind, input.double(), target, gamma, epsilon, *given).to(input.dtype)
@@ -83,9 +99,9 @@ def row_loss(
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
     options = (code, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
-    if function is call_operator:
-        return function(input, target, gamma, edges, weight, *options, compiling)
     try:
+        if function is call_operator:
+            return function(input, target, gamma, edges, weight, *options, compiling)
         return function(input, target, gamma, edges, weight, *options)
     # Arguments are checked only after an error, for speed.
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -140,6 +156,28 @@ def warn_if_steep(op: str, gamma: float, stacklevel: int) -> None:
 def check_tensor(op: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+
+
+def check_shapes(
+    op: str, kind: int, input: Tensor, target: Tensor, gamma: float | Tensor | GammaTable, weight: Tensor | None
+) -> None:
+    """Raises before the operator of a compiled graph, because an operator's error would be torch's, without the remedy.
+
+    A graph checks before each call the names that are read here, so only an error reads more of them."""
+    class_dim = 1 if input.dim() > 1 else 0
+    rows = (*input.shape[:class_dim], *input.shape[class_dim + 1 :])
+    error = None
+    if not target.is_floating_point():
+        if target.shape != rows:
+            error = target_misfit(op, input, target, labels_only=not row_loss_of(kind).soft_target)
+    elif target.shape != input.shape:
+        error = probabilities_misfit(op, input, target)
+    if error is not None:
+        raise error
+    if (isinstance(gamma, Tensor) and gamma.dim() > 0 and not fits(gamma, rows)) or (
+        isinstance(weight, Tensor) and weight.shape != input.shape[class_dim : class_dim + 1]
+    ):
+        check_arguments(op, input, target, gamma if isinstance(gamma, Tensor) else 0.0, None, weight, -100, 0.0)
 
 
 def check_types(

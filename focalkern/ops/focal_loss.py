@@ -21,6 +21,7 @@ from focalkern.ops._row_loss import (
     Modulation,
     call_operator,
     check_modulation,
+    check_shapes,
     check_tensor,
     check_types,
     kind_of,
@@ -222,6 +223,8 @@ def focal_loss(
             function, more = call_operator, (FOCAL, 0.0, compiling)
         else:
             function = backend_for(input).focal_loss
+        if compiling:
+            check_shapes("focal_loss", FOCAL, input, target, gamma, weight)
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 
 import focal_cases
 import pytest
@@ -270,6 +271,53 @@ def test_errors_of_a_compiled_loss(dynamo):
         compiled(z, target, reduction="avg")
     with pytest.raises(TypeError, match=r"^focal_loss: gamma must be a number, a tensor or a GammaTable, got str$"):
         compiled(z.requires_grad_(), target, gamma="2")
+
+
+# One shape for each remedy; gamma and weight have none.
+MISFITS = {
+    "squeezed": ((2, 3), torch.ones(2, 1).long(), {}),
+    "classes last": ((2, 5, 4), torch.ones(2, 5).long(), {}),
+    "one image": ((3, 4, 5), torch.ones(4, 5).long(), {}),
+    "one-hot": ((7, 3), torch.ones(7, 3).long(), {}),
+    "one logit": ((3,), torch.ones(3).long(), {}),
+    "float labels": ((7, 3), torch.ones(7), {}),
+    "gamma": ((7, 3), torch.ones(7).long(), {"gamma": torch.ones(3)}),
+    "weight": ((7, 3), torch.ones(7).long(), {"weight": torch.ones(7)}),
+}
+LOSSES = {
+    "focal_loss": fk.focal_loss,
+    "modulation": functools.partial(fk.focal_loss, modulation="confidence"),
+    "poly_focal_loss": fk.poly_focal_loss,
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_shape_error_of_a_graph_is_that_of_the_eager_loss(dynamo, loss, misfit):
+    shape, target, options = MISFITS[misfit]
+    with pytest.raises(ValueError, match=loss.replace("modulation", "focal_loss")) as eager:
+        LOSSES[loss](torch.zeros(shape), target, **options)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(eager.value))}$"):
+        torch.compile(LOSSES[loss], backend="eager")(torch.zeros(shape), target, **options)
+
+
+def test_a_shape_error_of_one_whole_graph_has_the_remedy(dynamo):
+    compiled = torch.compile(fk.focal_loss, backend="eager", fullgraph=True, dynamic=True)
+    for shape, target, remedy in (
+        ((7, 3), torch.ones(7, 1).long(), "target.squeeze(-1)"),
+        ((3,), torch.ones(3).long(), "use SigmoidFocalLoss"),
+    ):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=re.escape(remedy)):
+            compiled(torch.zeros(shape), target)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_shape_error_of_a_subclass_is_that_of_the_eager_loss(loss):
+    class Logits(torch.Tensor):
+        pass
+
+    with pytest.raises(ValueError, match=rf"^{loss.replace('modulation', 'focal_loss')}: .*; target.squeeze\(-1\)$"):
+        LOSSES[loss](torch.zeros(7, 3).as_subclass(Logits), torch.ones(7, 1).long())
 
 
 @pytest.mark.kernels
