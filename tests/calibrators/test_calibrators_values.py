@@ -154,7 +154,8 @@ def test_modules_of_torch_operations_give_nan_for_a_row_that_is_no_distribution(
     bad[4], bad[4, 3] = -math.inf, math.inf
     found = module(bad)
     assert bool(found[:5].isnan().any(-1).all())
-    assert torch.equal(found[5:], module(logits[5:]))
+    # The product of a matrix may depend on the number of rows in its last digits.
+    assert_close(found[5:], module(logits[5:]))
     assert not bool(found[5:].isnan().any())
 
 
