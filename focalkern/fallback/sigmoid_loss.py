@@ -145,7 +145,7 @@ def check_arguments(
     check_reduction(op, reduction)
 
 
-def check_target(op: str, input: Tensor, target: Tensor) -> None:
+def check_target(op: str, input: Tensor, target: Tensor, remedy: str = "") -> None:
     check_same_device(op, "target", target, input)
     if target.is_complex():
         raise TypeError(f"{op}: target must be floating point, bool or integer, got {target.dtype}")
@@ -153,13 +153,15 @@ def check_target(op: str, input: Tensor, target: Tensor) -> None:
         return
     is_integer = not target.is_floating_point() and target.dtype != torch.bool
     if target.dim() + 1 != input.dim() or not is_integer:
-        raise ValueError(f"{op}: target must be the shape of input = {list(input.shape)}, got {list(target.shape)}")
+        raise ValueError(
+            f"{op}: target must be the shape of input = {list(input.shape)}, got {list(target.shape)}{remedy}"
+        )
     class_dim = 0 if input.dim() == 1 else 1
     shape = [*input.shape[:class_dim], *input.shape[class_dim + 1 :]]
     if list(target.shape) != shape:
         raise ValueError(
             f"{op}: target of labels must be the shape of input without its class dimension, {shape}, "
-            f"got {list(target.shape)}"
+            f"got {list(target.shape)}{remedy}"
         )
 
 

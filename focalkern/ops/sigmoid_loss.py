@@ -262,9 +262,10 @@ def element_loss(
         raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
     if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    if torch.compiler.is_compiling() and not _fits(input, target):
+        # Not in the try: a graph cannot read the text of an error to add the remedy.
+        check_target(op, input, target, _shape_remedy(input, target, scores))
     try:
-        if torch.compiler.is_compiling() and not _fits(input, target):
-            check_target(op, input, target)  # the error of an operator in a graph could not get the remedy
         return function(input, target, gamma, second, weight, scores, kind, constant, code, ignore_index)
     except (TypeError, RuntimeError) as error:  # arguments are checked only after an error, for speed
         label(op, "ignore_index", ignore_index)
@@ -273,8 +274,7 @@ def element_loss(
     except ValueError as error:
         if not str(error).startswith((f"{op}: target must be the shape", f"{op}: target of labels must be")):
             raise
-        names = ("target",) if scores is None else ("labels", "scores")
-        raise ValueError(f"{error}{_shape_remedy(input, target, names)}") from None
+        raise ValueError(f"{error}{_shape_remedy(input, target, scores)}") from None
 
 
 def _fits(input: Tensor, target: Tensor) -> bool:
@@ -286,8 +286,8 @@ def _fits(input: Tensor, target: Tensor) -> bool:
     return target.shape == expected and not target.is_floating_point() and target.dtype != torch.bool
 
 
-def _shape_remedy(input: Tensor, target: Tensor, names: tuple[str, ...]) -> str:
-    """The remedy for a target whose shape does not fit; empty if none is likely. ``names`` are those of its tensors."""
+def _shape_remedy(input: Tensor, target: Tensor, scores: Tensor | None) -> str:
+    """The remedy for a target whose shape does not fit; empty if none is likely."""
     shape, found = list(input.shape), list(target.shape)
     if [size for size in shape if size != 1] == [size for size in found if size != 1]:
         return "; pass target.view_as(input)"
@@ -296,7 +296,7 @@ def _shape_remedy(input: Tensor, target: Tensor, names: tuple[str, ...]) -> str:
     if target.dtype == torch.bool:  # never labels
         return ""
     if len(shape) > 2 and found == shape[1:]:
-        return f"; {one_image('input', *names)}"
+        return f"; {one_image('input', *(('target',) if scores is None else ('labels', 'scores')))}"
     squeezed = without_class_dim(shape[:1] + shape[2:], found)
     return squeezed and f"; pass {squeezed}"
 

@@ -138,6 +138,10 @@ def test_modules_compile_and_export(device, dynamo, module):
 def test_an_error_of_a_graph_has_the_remedy(dynamo, shape, target, remedy):
     with pytest.raises(ValueError, match=f"^quality_focal_loss: target .*{re.escape(remedy)}$"):
         torch.compile(fk.quality_focal_loss, backend="eager")(torch.zeros(shape), target)
+    dynamo.reset()
+    whole_graph = torch.compile(fk.quality_focal_loss, backend="eager", fullgraph=True, dynamic=True)
+    with pytest.raises(dynamo.exc.Unsupported, match=f"quality_focal_loss: target .*{re.escape(remedy)}"):
+        whole_graph(torch.zeros(shape), target)
 
 
 def test_compiles_with_dynamic_shapes(device, dynamo):
