@@ -209,18 +209,28 @@ def test_one_set_is_halved(files, tmp_path):
     assert network["split"] and (network["n_validation"], network["n_test"]) == (60, 60)
 
 
+SCORED = {"nll": 0.5, "brier": None, "ece_equal_width": 0.1}
 RECORD = {"path": "a.npz", "error": None, "criterion": "nll", "n_classes": 3, "n_validation": 5, "n_test": 7}
+RECORD |= {"chosen": "none", "use": "no calibration", "figures": {"none": SCORED, "focal": None}}
 
 
 @pytest.mark.parametrize(
-    ("record", "missing"),
+    ("damage", "missing"),
     [
-        (RECORD, "chosen, use, figures"),
-        ({**RECORD, "chosen": "none", "use": "", "figures": {"none": {"nll": 0.5}}}, "figures of nll, brier, .*"),
-        ({**RECORD, "chosen": "none", "use": "", "figures": None}, "figures of nll, brier, .*"),
+        ({"chosen": ..., "use": ..., "figures": ...}, "chosen, use, figures of nll, brier, .*"),
+        ({"figures": {"none": {"nll": 0.5}}}, "figures of nll, brier, .*"),
+        ({"figures": {"none": {**SCORED, "nll": "0.5"}}}, "figures of nll, brier, .*"),
+        ({"figures": None}, "figures of nll, brier, .*"),
+        ({"figures": {}}, "figures of nll, brier, .*"),
+        ({"criterion": "ece"}, r"criterion \(nll or brier\)"),
+        ({"criterion": "ece", "error": "lost"}, r"criterion \(nll or brier\)"),
+        ({"use": None}, "use"),
+        ({"path": 3, "error": ...}, "path, error"),
     ],
 )
-def test_a_damaged_record_is_refused_with_the_remedy(record, missing):
+def test_a_damaged_record_is_refused_with_the_remedy(damage, missing):
+    assert len(Sweep.from_records([RECORD]).networks) == 1
+    record = {key: value for key, value in {**RECORD, **damage}.items() if value is not ...}
     expected = rf"^from_records: records must have {missing}, got .*; run sweep_one on the file again$"
     with pytest.raises(ValueError, match=expected):
         Sweep.from_records([record])

@@ -7,10 +7,11 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Self
 
 from focalkern._checks import short
-from focalkern._types import LOSS_NAMES, Proper
+from focalkern._types import LOSS_NAMES, PROPER, Proper
 from focalkern._version import __version__
 from focalkern.files.paths import name_of
 from focalkern.study.report import html
@@ -25,34 +26,34 @@ _USUAL = METHODS[:4]
 
 SCORES = {**LOSS_NAMES, "ece_equal_width": "ECE (equal_width)"}
 
-
 _MOST_UNFOLDED = 20  # largest number of networks whose rows a page shows at once
 
-_KEYS = ("path", "error", "criterion")
-_KEYS_WITHOUT_ERROR = ("n_classes", "n_validation", "n_test", "chosen", "use", "figures")
+_KINDS = {"path": str, "error": str | None}
+_KINDS_WITHOUT_ERROR = {"n_classes": Real, "n_validation": Real, "n_test": Real, "chosen": str, "use": str}
 
 _SIZES = ("classes", "validation_rows", "test_rows")
-_COLUMNS = [
-    "network",
-    "path",
-    *_SIZES,
-    "method",
-    "chosen",
-    *SCORES,
-    "error",
-]
+_COLUMNS = ["network", "path", *_SIZES, "method", "chosen", *SCORES, "error"]
 
 
 def missing_keys(record: Mapping[str, Any]) -> list[str]:
-    """The keys that a record of one network lacks. Figures without every score count as lacking."""
+    """The keys that a record of one network lacks. A value of another kind counts as lacking."""
     has_error = record.get("error", "") is not None
-    missing = [key for key in (_KEYS if has_error else (*_KEYS, *_KEYS_WITHOUT_ERROR)) if key not in record]
-    if has_error or missing:
-        return missing
-    figures = record["figures"]
-    found = list(figures.values()) if isinstance(figures, Mapping) else []
-    complete = all(one is None or (isinstance(one, Mapping) and one.keys() >= SCORES.keys()) for one in found)
-    return [] if found and complete else [f"figures of {', '.join(SCORES)} by method"]
+    kinds = _KINDS if has_error else _KINDS | _KINDS_WITHOUT_ERROR
+    missing = [key for key, kind in kinds.items() if not isinstance(record.get(key, ...), kind)]
+    if record.get("criterion") not in PROPER:
+        missing.append(f"criterion ({' or '.join(PROPER)})")
+    if not has_error and not _has_scores(record.get("figures")):
+        missing.append(f"figures of {', '.join(SCORES)} by method")
+    return missing
+
+
+def _has_scores(figures: Any) -> bool:
+    """Whether each method has None or every score, a number or None."""
+    found = list(figures.values()) if isinstance(figures, Mapping) else [...]
+    return bool(found) and all(
+        one is None or (isinstance(one, Mapping) and all(isinstance(one.get(key, ...), Real | None) for key in SCORES))
+        for one in found
+    )
 
 
 def names_of(paths: Iterable[str]) -> dict[str, str]:
@@ -118,8 +119,8 @@ class Sweep:
 
         Raises:
             TypeError: an item that is not a record.
-            ValueError: a record without ``path``, ``error`` or ``criterion``, or without an error and without all keys
-                of :attr:`networks`; records of different criteria.
+            ValueError: a record that lacks a key of :func:`focalkern.sweep_one` or has a value of another kind in it;
+                records of different criteria.
 
         Example:
             >>> records = [fk.sweep_one("absent.npz")]
