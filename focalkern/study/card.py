@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from focalkern._checks import count_rows, path_text
+from focalkern._types import InputKind
 from focalkern.calibrators import Calibrator, load_calibrator
 from focalkern.calibrators._candidates import keeps_predictions
 from focalkern.calibrators._document import columns_of_fit
 from focalkern.calibrators._verdict import describe_method, sentence
+from focalkern.study.report.page import python_lines
 from focalkern.study.samples import SCORES
 
 __all__ = ["calibrator_card"]
@@ -65,11 +67,12 @@ def calibrator_card(path: str | os.PathLike[str]) -> str:
             return section(*arguments, {})
 
     method = made(_method, document)
+    kind: InputKind = getattr(calibrator, "input_kind", "logits")
     parts = {
         "": made(_front_matter, Path(name).name, method),
         "Details": made(_details, document, calibrator, method),
         "Uses": made(_uses, calibrator),
-        "How to start": _start(name, calibrator),
+        "How to start": "\n".join(["```python", *python_lines(name, kind), "```"]),
         "Data": made(_data),
         "Evaluation": made(_evaluation),
         "Limits": made(_limits, document),
@@ -118,12 +121,6 @@ def _uses(calibrator: Calibrator, evidence: Mapping[str, Any]) -> str:
         "Not for: the detection of inputs that belong to none of the classes.",
     ]
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _start(path: str, calibrator: Calibrator) -> str:
-    kind = getattr(calibrator, "input_kind", "logits")
-    call = f'{"probs" if kind == "logits" else "calibrated"} = fk.load_calibrator("{path}").predict_proba({kind})'
-    return f"```python\nimport focalkern as fk\n\n{call}\n```"
 
 
 def _data(evidence: Mapping[str, Any]) -> str:

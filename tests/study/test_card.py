@@ -58,8 +58,10 @@ def test_the_card_says_data_date_rows_and_metrics_with_intervals(saved):
     assert card.startswith("---\nlibrary_name: focalkern\n")
 
 
-def test_the_python_of_the_card_runs(saved, monkeypatch):
-    code = calibrator_card(saved / "calibrator.json").partition("```python\n")[2].partition("```")[0]
+@pytest.mark.parametrize("name", ["plain.json", 'it\'s "new".json', "a\\next.json"])
+def test_the_python_of_the_card_runs(saved, tmp_path, name):
+    shutil.copy(saved / "calibrator.json", tmp_path / name)
+    code = calibrator_card(tmp_path / name).partition("```python\n")[2].partition("```")[0]
     names = {"logits": np.load(saved / "logits.npz")["test_logits"]}
     exec(code, names)
     assert np.allclose(names["probs"].sum(1), 1)
