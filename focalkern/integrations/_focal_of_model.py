@@ -37,6 +37,7 @@ class FocalLossOfModel:
         self.features: FeaturesInTraining | None = None
         self.shift: bool | None = None  # of a model that computes its own loss, once known
         self.warned = False
+        self.n_items: Any = None  # num_items_in_batch of the current forward pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of ``model.loss_function``: logits and labels by keyword, or by position and type."""
@@ -52,27 +53,32 @@ class FocalLossOfModel:
             elif labels is None or shifted is labels:
                 _own_loss.remember_shift(self.model, False)
             labels = shifted
-        return self.mean(logits, labels, given.get("num_items_in_batch"))
+        self._check_labels(labels)
+        n_items, self.n_items = self.n_items, None
+        return self.mean(logits, labels, given.get("num_items_in_batch", n_items))
 
     def mean(self, logits: Tensor, labels: Tensor, n_items: Any) -> Tensor:
-        if self.kind in _own_loss.ROW:
-            self._check_labels_of_rows(labels)
-            if labels.is_floating_point():
-                several = SigmoidFocalLoss(float(self.gamma), None, reduction="mean")  # type: ignore[arg-type]
-                return several(logits, labels.to(logits.device))
-        labels = labels.reshape(-1).to(logits.device)
+        labels = labels.to(logits.device)
         features = self.features if self.features is not None and self.features.active else None
         if features is not None:
             features.check(logits)
         rows = logits.reshape(-1, logits.shape[-1])
         with float32_loss(rows):  # as the model's own loss; the sum of many tokens exceeds float16
-            if features is not None:
+            if labels.is_floating_point():
+                total = SigmoidFocalLoss(float(self.gamma), None, reduction="sum")(logits, labels)  # type: ignore[arg-type]
+            elif features is not None:
                 head = features.head
                 total = linear_focal_loss(
-                    rows, head.weight, labels, self.gamma, linear_bias=head.bias, reduction="sum", **self.options
+                    rows,
+                    head.weight,
+                    labels.reshape(-1),
+                    self.gamma,
+                    linear_bias=head.bias,
+                    reduction="sum",
+                    **self.options,
                 )
             else:
-                total = self.loss(rows, labels)
+                total = self.loss(rows, labels.reshape(-1))
         if n_items is None:
             n_items = (labels != -100).sum()
         elif isinstance(n_items, Tensor):
@@ -85,6 +91,7 @@ class FocalLossOfModel:
         labels = _own_loss.argument(whole, args, kwargs, "labels")
         if labels is None:
             return output
+        self._check_labels(labels)
         own, logits = _own_loss.loss_and_logits(output)
         if own is None or logits is None:
             raise ValueError(
@@ -111,6 +118,9 @@ class FocalLossOfModel:
 
     def refuse_losses_outside(self, whole: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: a trainer that computes the loss outside of the model would ignore this one."""
+        self.n_items = kwargs.get(
+            "num_items_in_batch"
+        )  # some models (LlamaForSequenceClassification) do not pass it on
         if kwargs.get("fused_lm_head"):
             raise ValueError(
                 f"{OP}: TRL's trainers do not use the loss of the model; pass the trainer in place of the model: "
@@ -133,7 +143,9 @@ class FocalLossOfModel:
                 stacklevel=2,
             )
 
-    def _check_labels_of_rows(self, labels: Tensor) -> None:
+    def _check_labels(self, labels: Tensor) -> None:
+        if self.kind not in _own_loss.ROW:
+            return
         config = self.model.config
         several = labels.is_floating_point()
         if config.problem_type == "regression" or config.num_labels == 1:

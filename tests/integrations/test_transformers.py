@@ -106,8 +106,8 @@ def test_it_is_the_focal_loss_of_the_logits(name, model, batch):
     expected = fk.focal_loss(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), 3.0, label_smoothing=0.1)
     with use_focal_loss(model, 3.0, label_smoothing=0.1):
         assert_close(model(**batch).loss, expected)
-        if name.startswith("causal"):
-            assert_close(model(**batch, num_items_in_batch=7).loss * 7, expected * int((labels != -100).sum()))
+        assert_close(model(**batch, num_items_in_batch=7).loss * 7, expected * int((labels != -100).sum()))
+        assert_close(model(**batch).loss, expected)
 
 
 @pytest.mark.parametrize("linear", [False, True])
@@ -136,6 +136,8 @@ def test_several_labels_per_row(make):
         assert_close(model(input_ids=ids, labels=labels).loss, own)
     with use_focal_loss(model):
         assert_close(model(input_ids=ids, labels=labels).loss, expected)
+        loss = model(input_ids=ids, labels=labels, num_items_in_batch=2 * labels.numel()).loss
+        assert_close(2 * loss, expected)
     with (
         use_focal_loss(model, label_smoothing=0.1),
         pytest.raises(ValueError, match="several labels per row take a number gamma"),
@@ -371,6 +373,9 @@ def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="gamma"):
         use_focal_loss(model, float("nan"))
     assert "_loss_function" not in vars(model)
+    model = bert("SequenceClassification", num_labels=1)
+    with use_focal_loss(model), pytest.raises(ValueError, match="labels must be classes, got regression"):
+        model(input_ids=tokens()[0], labels=torch.rand(4))
 
 
 @pytest.mark.parametrize("linear", [False, True])
