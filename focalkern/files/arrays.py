@@ -186,6 +186,7 @@ def find_sets(
         for argument, key in (("logits_key", logits_key), ("labels_key", labels_key)):
             if key not in arrays:
                 raise InputError(source, f"an array {key}", _listing(arrays), hint=Hint(argument, "NAME"))
+        _refuse_equal(source, logits_key, labels_key)
         return {"": (input_kind or kind_from_name(logits_key) or "logits", logits_key, labels_key)}
     for prefix in _PREFIXES:
         names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in INPUT_KINDS}
@@ -207,6 +208,7 @@ def find_sets(
             raise InputError(
                 f"{source}: expected {label_name} beside {name}, found {_listing(arrays)}; save them in the same file"
             )
+        _refuse_equal(source, name, label_name)
         sets[prefix] = (kind, name, label_name)
     if labels_key is not None and len(sets) > 1:
         found = f"sets called {', '.join(sets)}"
@@ -222,6 +224,12 @@ def find_sets(
         f"{_listing(arrays)}{of_all}",
         hint=(Hint("logits_key", "NAME"), Hint("labels_key", "NAME")),
     )
+
+
+def _refuse_equal(source: str, name: str, label_name: str) -> None:
+    if name == label_name:
+        hint = (Hint("logits_key", "NAME"), Hint("labels_key", "NAME"))
+        raise InputError(source, "the logits and the labels in two arrays", f"{name} for both", hint=hint)
 
 
 def _listing(arrays: Mapping[str, Any]) -> str:

@@ -306,8 +306,9 @@ def _describe_row(row: Tensor) -> str:
 
 def as_tensor(source: str, name: str, values: Any) -> Tensor:
     if isinstance(values, Tensor):
-        if values.layout != torch.strided or values.is_quantized or values.is_nested:
+        if values.layout != torch.strided or values.is_quantized or values.is_nested or values.is_meta:
             kind = "a quantized tensor" if values.is_quantized else f"a tensor of layout {values.layout}"
+            kind = "a tensor of the meta device, which has no values" if values.is_meta else kind
             raise InputError(f"{source}: {name}: expected a plain dense tensor, found {kind}")
         return values.detach()
     try:

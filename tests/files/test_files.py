@@ -208,6 +208,7 @@ class Trap:
     ("spoil", "words"),
     [
         (torch.Tensor.to_sparse, "found a tensor of layout torch.sparse_coo"),
+        (lambda z: z.to("meta"), "found a tensor of the meta device, which has no values"),
         (lambda z: torch.quantize_per_tensor(z, 0.1, 0, torch.qint8), "found a quantized tensor"),
     ],
 )
