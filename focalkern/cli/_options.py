@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from focalkern._atomic import is_device
-from focalkern._checks import label, parsed_float, parsed_int
+from focalkern._checks import MOST_BINS, label, parsed_float, parsed_int
 from focalkern._types import INPUT_KINDS
 from focalkern.files import Hint, InputError
 from focalkern.files.paths import NamedFiles, distinct, located
@@ -26,6 +26,7 @@ __all__ = [
     "add_storage_options",
     "as_options",
     "at_least_one",
+    "bins",
     "check_out",
     "check_out_folder",
     "gammas_of",
@@ -253,4 +254,5 @@ seconds = _bounded(parsed_float, "a number of seconds greater than 0", lambda nu
 # A seed for torch's generators.
 seed = _bounded(parsed_int, "a whole number of at most 64 bits", lambda number: -(2**63) <= number < 2**63)
 not_negative = _bounded(parsed_int, "a whole number of at least 0", lambda number: number >= 0)
+bins = _bounded(parsed_int, f"a whole number from 1 to {MOST_BINS}", lambda number: 1 <= number <= MOST_BINS)
 at_least_one = _bounded(parsed_int, "a whole number of at least 1", lambda number: number >= 1)

@@ -20,7 +20,7 @@ from focalkern.cli._notes import print_note, with_options
 from focalkern.cli._options import (
     OneOrMany,
     add_input_arguments,
-    at_least_one,
+    bins,
     check_out,
     check_out_folder,
     gammas_of,
@@ -167,9 +167,7 @@ def add_parser(commands: Any) -> None:
         help=f"estimator of the ECE: {', '.join(ESTIMATORS)} (default: equal_mass, as in the paper, "
         "to choose; equal_width, the usual one, for the table)",
     )
-    parser.add_argument(
-        "--n-bins", type=at_least_one, default=15, help="bins of every ECE and of --binning (default 15)"
-    )
+    parser.add_argument("--n-bins", type=bins, default=15, help="bins of every ECE and of --binning (default 15)")
     parser.add_argument(
         "--gammas",
         nargs="+",

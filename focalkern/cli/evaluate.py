@@ -10,7 +10,7 @@ from focalkern._version import __version__
 from focalkern.calibrators import load_calibrator
 from focalkern.cli._formats import FORMATS_HELP
 from focalkern.cli._notes import print_note
-from focalkern.cli._options import add_input_arguments, as_options, at_least_one, locate
+from focalkern.cli._options import add_input_arguments, as_options, bins, locate
 from focalkern.files import InputError, read_sets
 from focalkern.files.paths import NamedFiles
 from focalkern.study import evaluate_rows, stream_sets, wants_streaming
@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     )
     add_input_arguments(parser, "LOGITS", "the file")
     parser.add_argument("--calibrator", metavar="FILE.json", help="a calibrator that focalkern calibrate --out saved")
-    parser.add_argument("--n-bins", type=at_least_one, default=15, help="bins of every ECE (default 15)")
+    parser.add_argument("--n-bins", type=bins, default=15, help="bins of every ECE (default 15)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
     parser.set_defaults(run=_run)
 

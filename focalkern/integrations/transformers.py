@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern._checks import flag, integer
+from focalkern._checks import MOST_BINS, flag, integer
 from focalkern.calibrators import TemperatureScaling
 from focalkern.calibrators._row_source import ends_all_ranks, rank_and_size, sum_over_group
 from focalkern.gamma import GammaTable
@@ -180,7 +180,7 @@ class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, n_bins: int = 15, max_samples: int | None = None) -> None:
-        self.n_bins = integer("CalibrationCallback", "n_bins", n_bins, 1)
+        self.n_bins = integer("CalibrationCallback", "n_bins", n_bins, 1, MOST_BINS)
         given = max_samples is not None
         self.max_samples = integer("CalibrationCallback", "max_samples", max_samples, 1) if given else None
         self.results: dict[str, float] = {}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from focalkern._checks import count_rows, counted, short
+from focalkern._checks import MOST_BINS, count_rows, counted, integer, short
 from focalkern._columns import listed, pattern_of_classes
 from focalkern._devices import cpu_by_default
 from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling, RobustTemperatureScaling
@@ -91,7 +91,8 @@ def evaluate_rows(
 
     Raises:
         InputError: the calibrator cannot be applied to these rows.
-        TypeError: ``given`` is not a set of samples, or ``calibrator`` is not a calibrator.
+        TypeError, ValueError: ``given`` is not a set of samples, ``calibrator`` is not a calibrator, or ``n_bins`` is
+            not an integer from 1 to 2^24.
 
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3)[[0, 1, 2, 0]], labels=[0, 1, 2, 1])
@@ -106,6 +107,7 @@ def evaluate_rows(
         raise TypeError(f"evaluate_rows: given must be a set from read_sets or stream_sets, got {short(given)}")
     if calibrator is not None and not isinstance(calibrator, Calibrator):
         raise TypeError(f"evaluate_rows: calibrator must be a fitted calibrator or None, got {short(calibrator)}")
+    n_bins = integer("evaluate_rows", "n_bins", n_bins, 1, MOST_BINS)
     samples = as_samples(given)
     if calibrator is not None:
         if isinstance(calibrator, MultiLabelScaling):

@@ -116,7 +116,16 @@ def one_line(code, out, err):
             "expected a calibrator of one label per row",
         ),
         (("evaluate", "OTHER", "--calibrator", "BINARY"), "found one of one logit per row"),
-        (("calibrate", "SINGLE", "--n-bins", "0"), "expected a whole number of at least 1, found '0'"),
+        (("calibrate", "SINGLE", "--n-bins", "0"), "expected a whole number from 1 to 16777216, found '0'"),
+        (("evaluate", "SINGLE", "--n-bins", "1000000000"), "expected a whole number from 1 to 16777216, found '10"),
+        (
+            ("evaluate", "SINGLE", "--logits-key", "labels"),
+            "expected the logits and the labels in two arrays, found labels",
+        ),
+        (
+            ("evaluate", "SINGLE", "--labels-key", "logits"),
+            "expected the logits and the labels in two arrays, found logits",
+        ),
         (("calibrate", "SINGLE", "--estimator", "adaptive"), "invalid choice: 'adaptive'"),
         (("calibrate", "SINGLE", "--gammas", "-1"), "expected numbers > -1, found -1"),
         (("calibrate", "SINGLE", "--gammas", "nan"), "expected numbers > -1, found nan"),

@@ -111,6 +111,9 @@ def test_a_study_of_something_else_is_refused(odd, tmp_path):
     ):
         with pytest.raises(TypeError, match=r"^(evaluate_rows: (given|calibrator)|stream_sets: processes) .*got "):
             call()
+    for n_bins in (0, -1, 1.5, "15", None, 2**24 + 1):
+        with pytest.raises((TypeError, ValueError), match=r"^evaluate_rows: n_bins must be "):
+            fk.study.evaluate_rows(rows, n_bins=n_bins)
 
 
 @pytest.mark.parametrize("odd", [2.5, "x", b"x", [None], {1}, torch.zeros(3), object()], ids=lambda odd: repr(odd)[:9])
