@@ -22,7 +22,7 @@ from focalkern._checks import (
 )
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern._tracing import constant_in_graphs, is_exporting
-from focalkern._types import PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
+from focalkern._types import LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
 from focalkern.fallback._checks import fits
 from focalkern.fallback.focal_loss import check_arguments
 from focalkern.gamma import GammaTable
@@ -166,16 +166,18 @@ def check_shapes(
     A graph checks before each call the names that are read here, so only an error reads more of them."""
     class_dim = 1 if input.dim() > 1 else 0
     rows = (*input.shape[:class_dim], *input.shape[class_dim + 1 :])
-    error = None
-    if not target.is_floating_point():
+    error, has_labels = None, target.dtype in LABELS
+    if has_labels:
         if target.shape != rows:
             error = target_misfit(op, input, target, labels_only=not row_loss_of(kind).soft_target)
-    elif target.shape != input.shape:
+    elif target.is_floating_point() and target.shape != input.shape:
         error = probabilities_misfit(op, input, target)
     if error is not None:
         raise error
-    if (isinstance(gamma, Tensor) and gamma.dim() > 0 and not fits(gamma, rows)) or (
-        isinstance(weight, Tensor) and weight.shape != input.shape[class_dim : class_dim + 1]
+    if (
+        not (has_labels or target.is_floating_point())
+        or (isinstance(gamma, Tensor) and gamma.dim() > 0 and not fits(gamma, rows))
+        or (isinstance(weight, Tensor) and weight.shape != input.shape[class_dim : class_dim + 1])
     ):
         check_arguments(op, input, target, gamma if isinstance(gamma, Tensor) else 0.0, None, weight, -100, 0.0)
 

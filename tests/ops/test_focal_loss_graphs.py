@@ -301,6 +301,15 @@ def test_a_shape_error_of_a_graph_is_that_of_the_eager_loss(dynamo, loss, misfit
         torch.compile(LOSSES[loss], backend="eager")(torch.zeros(shape), target, **options)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_bool_target_of_a_graph_is_the_error_of_the_eager_loss(dynamo, loss):
+    target = torch.ones(7, dtype=torch.bool)
+    with pytest.raises(TypeError, match=loss.replace("modulation", "focal_loss")) as eager:
+        LOSSES[loss](torch.zeros(7, 3), target)
+    with pytest.raises(TypeError, match=f"^{re.escape(str(eager.value))}$"):
+        torch.compile(LOSSES[loss], backend="eager")(torch.zeros(7, 3), target)
+
+
 def test_a_shape_error_of_one_whole_graph_has_the_remedy(dynamo):
     compiled = torch.compile(fk.focal_loss, backend="eager", fullgraph=True, dynamic=True)
     for shape, target, remedy in (
