@@ -123,14 +123,14 @@ def _stream(fitted: Calibrator, rows: UnlabelledRows, out: Path) -> None:
     """Writes a .npy file a few rows at a time. It uses no memory map, because on a full disk a write to a map kills the
     process without a message."""
     with opened_atomically(out) as stream:
-        begun = False
+        dtype = None
         for probs in _batches(fitted, rows):
-            array = np.ascontiguousarray(probs.numpy())
-            if not begun:
-                _write_header(stream, array.dtype, rows)
-            begun = True
+            array = np.ascontiguousarray(probs.numpy(), dtype)  # files of another dtype than the first are converted
+            if dtype is None:
+                dtype = array.dtype
+                _write_header(stream, dtype, rows)
             stream.write(array.data)
-        if not begun:
+        if dtype is None:
             _write_header(stream, np.dtype(np.float32), rows)
 
 

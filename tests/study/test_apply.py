@@ -184,6 +184,15 @@ def test_shards_in_the_order_of_their_numbers_without_quotes(folder, run):
         assert torch.equal(written("p.npy")["probs"], expected(LOGITS.half().float()))
 
 
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32")])
+def test_shards_of_different_dtypes(folder, run, dtypes):
+    for part, dtype in enumerate(dtypes):
+        np.save(f"m_logits-{part}.npy", LOGITS[25 * part : 25 * part + 25].numpy().astype(dtype))
+    assert run("apply", "c.json", "m_logits-*.npy", "--out", "p.npy")[0] == 0
+    found = np.load("p.npy")
+    assert found.dtype == dtypes[0] and np.allclose(found, expected(LOGITS[:50]), rtol=0, atol=1e-6)
+
+
 def test_a_column_that_is_no_class_is_named(folder, run):
     for name, names, label in (
         ("fit.csv", NAMES, True),
