@@ -15,11 +15,13 @@ from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._robust_temperature import temperature_from_json
 from focalkern.calibrators._row_source import RowSource, rows_of
+from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS
 from focalkern.calibrators._spline_fit import Fit, curve_derivatives, predictor
 from focalkern.calibrators._spline_linear import LBFGS_STEPS
 from focalkern.calibrators._spline_module import MapArguments, SplineLogProbs
+from focalkern.calibrators._spline_order import keeps_order
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.calibrators._temperature_bound import justified_confidence, limit_warnings
 from focalkern.calibrators._warnings import UNMASKED, unseen_classes
@@ -272,6 +274,10 @@ class SplineScaling(FitsBatches):
             raise ValueError(
                 f"expected slope up to {_LARGEST:g} and converged true or false, found {slope} and {fit['converged']!r}"
             )
+        if self._keeps_predictions():
+            spline, curve = NaturalSpline(torch.from_numpy(knots)), torch.from_numpy(np.append(slope, arrays["values"]))
+            if not keeps_order(spline, n_classes, curve * (1 - 1e-6)):  # the fit meets its constraints up to rounding
+                raise ValueError("expected a curve that keeps the order of the classes, found another")
         return {
             **temperature_from_json(document),
             "slope_": slope,

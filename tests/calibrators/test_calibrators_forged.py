@@ -24,6 +24,8 @@ CALIBRATORS = [
     fk.StructuredScaling(kind="vector", solver="lbfgs"),
     fk.StructuredScaling(focal=True, solver="lbfgs"),
     fk.IsotonicCalibration(),
+    fk.SplineScaling(),
+    fk.SplineScaling(kind="matrix"),
     fk.HistogramBinning(n_bins=3, scaling=fk.FocalTemperatureScaling(floor=1e-3)),
     fk.HistogramBinning(n_bins=3, binning="equal_width", input_kind="probs"),
     fk.MultiLabelScaling(scaling=fk.TemperatureScaling(criterion="brier")),
@@ -138,6 +140,23 @@ def test_a_forged_file_predicts_probabilities_or_is_refused(documents, tmp_path)
     finally:
         tracemalloc.stop()
     assert 300 < loaded < 2700  # both outcomes occur
+
+
+def test_a_curve_that_changes_the_order_of_the_classes_is_refused(documents, tmp_path):
+    """The map of such a curve corrects it as if it were rounding, and the sums of the probabilities would not be 1."""
+    path = tmp_path / "calibrator.json"
+    document = copy.deepcopy(next(one for one in documents if one["method"] == "spline"))
+    path.write_text(json.dumps(document))
+    check_predictions(fk.load_calibrator(path))
+    document["values"][len(document["values"]) // 2] += 100
+    path.write_text(json.dumps(document))
+    with pytest.raises(
+        ValueError, match="expected a curve that keeps the order of the classes, found another; fit and"
+    ):
+        fk.load_calibrator(path)
+    document["parameters"]["keep_order"] = False
+    path.write_text(json.dumps(document))
+    check_predictions(fk.load_calibrator(path))
 
 
 # The beginnings and ends of Python's and NumPy's own errors.
