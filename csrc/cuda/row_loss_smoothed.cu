@@ -43,10 +43,12 @@ __device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Sca
   if (row.is_live) {
     max = sums.max;
     // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
-    log_s = log_one_plus(sums.rest) + (max - max);
-    const SmoothedRow<Scalar, kGamma> special(args, row, share, max, log_s, sums.rest);
+    const Real rest = sums.rest + (max - max);
+    log_s = log_one_plus(rest);
+    const SmoothedRow<Scalar, kGamma> special(args, row, share, max, log_s, rest);
     const Real count = static_cast<Real>(row.classes - 1);
-    const SoftTerms<Real> others = smoothed_terms<kGamma>(sums, log_s, share, count, special.detached);
+    const SoftTerms<Real> others =
+        smoothed_terms<kGamma>(sums, log_s, special.largest.p, share, count, special.detached);
     const SoftTerms<Real>&largest = special.largest.terms, &label = special.label.terms;
     loss = others.loss + share * largest.loss;
     slopes = others.slope + (special.likely == max ? Real(0) : share * largest.slope);

@@ -166,9 +166,10 @@ __device__ __forceinline__ SharedSums<compute_t<Scalar>> shared_sums(const Row<S
   return mine.of(group);
 }
 
+// inverse: 1 / S
 template <int kGamma, typename Real>
-__device__ __forceinline__ SoftTerms<Real> shared_terms(const SharedSums<Real>& sums, Real log_s, bool detached) {
-  const Real inverse = exponential(-log_s);
+__device__ __forceinline__ SoftTerms<Real> shared_terms(const SharedSums<Real>& sums, Real log_s, Real inverse,
+                                                        bool detached) {
   const Real l0 = sums.depth + sums.share * log_s;  // of t l
   if constexpr (kGamma == 0) return {l0, sums.share};
   const Real p1 = sums.once * inverse, l1 = (sums.fall + log_s * sums.once) * inverse;  // of t p, of t p l
@@ -194,11 +195,12 @@ __device__ __forceinline__ compute_t<Scalar> finish_row(const RowLossForward<Sca
     // m - m makes the result NaN for an infinite m; the sum over the others alone would be finite.
     log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const bool detached = args.detach_modulation;
-    const SoftTerms<Real> others = shared_terms<kGamma>(sums, log_s, detached);
-    const ClassOfRow<Real> largest = largest_of_row<kGamma>(sums.rest, log_s, detached);
+    const Real p = exponential(-log_s);  // a quotient would take a register too many
+    const SoftTerms<Real> others = shared_terms<kGamma>(sums, log_s, p, detached);
+    const ClassOfRow<Real> largest = largest_of_row<kGamma>(p, sums.rest, log_s, detached);
     const Real share = shares.of(top);
     loss = others.loss + share * largest.terms.loss;
-    slopes = others.slope + (largest.is_likely() ? Real(0) : share * largest.terms.slope);
+    slopes = others.slope + (has_likely_class(log_s) ? Real(0) : share * largest.terms.slope);
   }
   args.saved[row.row] = class_as_number(class_int<Real>(top));
   args.saved[args.rows + row.row] = log_s;

@@ -51,13 +51,15 @@ __device__ __forceinline__ SmoothedGradient<float> shared_gradient(const RowLoss
   const int top = saved_class(args, row);
   const float max = load_as_compute(logits[top]), log_s = args.saved[args.rows + row];
   const float others = args.saved[2 * args.rows + row];
-  const auto largest = largest_of_row<kGamma>(exponential_minus_one(log_s), log_s, args.detach_modulation);
-  const float likely_slope = largest.is_likely() ? load_as_compute(targets[top]) * largest.terms.slope : 0.0f;
+  const float rest = exponential_minus_one(log_s);
+  const auto largest = largest_of_row<kGamma>(quick_quotient(1.0f, 1.0f + rest), rest, log_s, args.detach_modulation);
+  const bool has_likely = has_likely_class(log_s);
+  const float likely_slope = has_likely ? load_as_compute(targets[top]) * largest.terms.slope : 0.0f;
   const float of_lse = given * lse_slope(args, row);
   const float of_p = given * (others + likely_slope) + of_lse;
   // p_j (sum a - a_j) - u a_j, without the difference p a_j - a_j, which would cancel as p -> 1.
   const float at_top = given * (largest.p * others - largest.u * likely_slope) + of_lse * largest.p;
-  return {max, log_s, of_p + (log_s - log_s), given, at_top, largest.is_likely() ? top : kIgnored};
+  return {max, log_s, of_p + (log_s - log_s), given, at_top, has_likely ? top : kIgnored};
 }
 
 // ---- kernels -------------------------------------------------------------------------------------------------------

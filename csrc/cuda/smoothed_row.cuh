@@ -174,10 +174,10 @@ struct SoftTerms {
   Real slope;
 };
 
+// inverse: 1 / S
 template <int kGamma, typename Real>
-__device__ __forceinline__ SoftTerms<Real> smoothed_terms(const SmoothedSums<Real>& sums, Real log_s, Real share,
-                                                          Real count, bool detached) {
-  const Real inverse = exponential(-log_s);
+__device__ __forceinline__ SoftTerms<Real> smoothed_terms(const SmoothedSums<Real>& sums, Real log_s, Real inverse,
+                                                          Real share, Real count, bool detached) {
   const Real l0 = sums.depth + share * count * log_s;  // of s l
   if constexpr (kGamma == 0) return {l0, share * count};
   const Real p1 = sums.rest * inverse, l1 = (sums.fall + log_s * sums.rest) * inverse;  // of p, of p l
@@ -192,8 +192,6 @@ struct ClassOfRow {
   Real p;
   Real u;  // 1 - p
   SoftTerms<Real> terms;
-
-  __device__ __forceinline__ bool is_likely() const { return p > kUnlikely<Real>; }
 };
 
 // The slope of a class with u = 1 - p and a finite l.
@@ -211,10 +209,9 @@ __device__ __forceinline__ ClassOfRow<Real> class_of_row(Real p, Real u, Real mi
   return {p, u, {factor * minus_log_p, slope_of_class<kGamma>(p, u, finite_log(minus_log_p), detached)}};
 }
 
-// The largest class, whose 1 - p may cancel. rest: the sum of e over all other classes, S - 1
+// The largest class, whose 1 - p may cancel. p: 1 / S; rest: the sum of e over all other classes, S - 1
 template <int kGamma, typename Real>
-__device__ __forceinline__ ClassOfRow<Real> largest_of_row(Real rest, Real log_s, bool detached) {
-  const Real p = exponential(-log_s);
+__device__ __forceinline__ ClassOfRow<Real> largest_of_row(Real p, Real rest, Real log_s, bool detached) {
   return class_of_row<kGamma>(p, rest * p, log_s, detached);
 }
 
@@ -247,8 +244,8 @@ struct SmoothedRow {
         detached(args.detach_modulation),
         share(share),
         of_label(label_share(args)),
-        largest(largest_of_row<kGamma>(rest, log_s, detached)) {
-    likely = largest.is_likely() ? max : kNaN<Real>;
+        largest(largest_of_row<kGamma>(quick_quotient(Real(1), Real(1) + rest), rest, log_s, detached)) {
+    likely = has_likely_class(log_s) ? max : kNaN<Real>;
     const Real z_label = row.z(row.label);
     label_is_likely = z_label == likely;
     label = z_label == max ? largest : of(z_label);

@@ -35,6 +35,14 @@ __device__ __forceinline__ int saved_class(const RowLossArgs<Scalar>& args, int6
   return found >= 0 && found < args.classes ? static_cast<int>(found) : 0;
 }
 
+// Whether the largest class of a row is its likely one: p = 1 / S above kUnlikely. All kernels ask this function,
+// because a forward pass leaves out the class that the backward pass adds.
+template <typename Real>
+__device__ __forceinline__ bool has_likely_class(Real log_s) {
+  static_assert(kUnlikely<Real> == Real(0.55));
+  return log_s < Real(0.59783700075562044);  // -log 0.55
+}
+
 // The numbers that all classes of a row use.
 template <typename Scalar>
 struct SoftRow {
@@ -52,7 +60,7 @@ struct SoftRow {
   __device__ __forceinline__ SoftRow(const RowLossArgs<Scalar>& args, const Row<Scalar>& row, Real max, Real log_s,
                                      Real log_u, bool is_detached, bool has_gamma_slope)
       : max(max), log_s(log_s), log_u(log_u), epsilon(args.epsilon), is_detached(is_detached) {
-    likely = exponential(-log_s) > kUnlikely<Real> ? max : kNaN<Real>;
+    likely = has_likely_class(log_s) ? max : kNaN<Real>;
     gamma = row.is_live && args.edges == nullptr ? gamma_at(args, row.row, Real(0)) : Real(0);
     const bool is_number = args.edges == nullptr && !has_gamma_slope;
     is_square = is_number && gamma == Real(2);

@@ -45,6 +45,13 @@ FAULTS = [
         "terms.fall2 + shrink2 * rise * squares_.sum",
         "terms.fall2",
     ),
+    Fault("the largest class has a probability of 1 / (S - 1)", "smoothed_row.cuh", "Real(1) + rest)", "rest)"),
+    Fault(
+        "every largest class of a row with shares is unlikely",
+        "shared_row.cuh",
+        "(has_likely_class(log_s) ? Real(0) : share * largest",
+        "(false ? Real(0) : share * largest",
+    ),
     Fault("squares shrink as sums do", "smoothed_row.cuh", "squares_.add(shrink2, terms", "squares_.add(shrink, terms"),
     Fault(
         "the threads' largest classes are left out of e x",
@@ -382,7 +389,7 @@ FAULTS = [
     Fault(
         "the largest class of a tile's row is always likely",
         "shared_tile.cuh",
-        "largest.is_likely() ? top : kIgnored}",
+        "has_likely ? top : kIgnored}",
         "top}",
     ),
     Fault(
