@@ -53,7 +53,7 @@ def test_a_forest_gets_a_calibrated_model(run, tmp_path):
     assert "NLL inf -> " in out
     assert out.endswith("\n  calibrated = calibrator.predict_proba(probs)\n")
     code, card, _ = run("card", tmp_path / "c.json")
-    assert "\ncalibrated = fk.load_calibrator(" in card and ".predict_proba(probs)\n" in card
+    assert "\ncalibrator = fk.load_calibrator(" in card and "\ncalibrated = calibrator.predict_proba(probs)\n" in card
     found = load_calibrator(tmp_path / "c.json").predict_proba(probs)
     assert float(found.min()) > 0
 
