@@ -118,9 +118,8 @@ class FocalLossOfModel:
 
     def refuse_losses_outside(self, whole: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: a trainer that computes the loss outside of the model would ignore this one."""
-        self.n_items = kwargs.get(
-            "num_items_in_batch"
-        )  # some models (LlamaForSequenceClassification) do not pass it on
+        # Some models (LlamaForSequenceClassification) do not pass it on to their loss.
+        self.n_items = kwargs.get("num_items_in_batch")
         if kwargs.get("fused_lm_head"):
             raise ValueError(
                 f"{OP}: TRL's trainers do not use the loss of the model; pass the trainer in place of the model: "
