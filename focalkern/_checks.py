@@ -133,6 +133,8 @@ def integer(
 
 def label(op: str, name: str, value: Any, or_none: str = "") -> int:
     """A label as an int within the range of int64."""
+    if torch.compiler.is_compiling() and type(value) is int:
+        return value  # a number that may change without a compilation has no attributes to look at
     return integer(op, name, value, -(2**63), 2**63 - 1, or_none)
 
 

@@ -49,3 +49,21 @@ def test_one_graph_of_any_number_of_rows(name):
     upstream = torch.randn_like(expected)
     assert_close(torch.autograd.grad(found, z, upstream)[0], torch.autograd.grad(expected, z, upstream)[0])
     torch._dynamo.reset()
+
+
+WITH_LABEL = {
+    "z-loss": lambda z, label: fk.focal_loss(z, LABELS, ignore_index=label, z_loss=0.1),
+    "statistics": lambda z, label: fk.focal_loss(z, LABELS, ignore_index=label, return_stats=True).loss,
+    "head": lambda z, label: fk.linear_focal_loss(z[:, :4], WEIGHT, LABELS, ignore_index=label),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
+@pytest.mark.parametrize("name", WITH_LABEL)
+def test_one_graph_where_ignore_index_is_an_argument(name):
+    torch._dynamo.reset()
+    z = torch.randn(N, C)
+    compiled = torch.compile(WITH_LABEL[name], fullgraph=True, backend="aot_eager", dynamic=True)
+    for label in (3, 4):
+        assert_close(compiled(z, label), WITH_LABEL[name](z, label))
+    torch._dynamo.reset()
