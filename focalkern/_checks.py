@@ -48,6 +48,7 @@ __all__ = [
     "reduction_code",
     "reworded",
     "short",
+    "sizes",
     "smoothing",
     "target_misfit",
     "without_class_dim",
@@ -80,6 +81,11 @@ def short(value: object) -> str:
     except Exception:  # a number of too many digits, or anything that a class does in its __repr__
         return f"a value of type {type(value).__name__}"
     return cut(text)
+
+
+def sizes(shape: Iterable[int]) -> list[int]:
+    """A shape for an error, with numbers in place of the symbols of a graph of dynamic shapes."""
+    return [operator.index(size) for size in shape]
 
 
 def cut(text: str) -> str:
@@ -272,10 +278,11 @@ def target_misfit(
     op: str, input: Tensor, target: Tensor, input_name: str = "input", *, labels_only: bool = False
 ) -> ValueError | None:
     """The error of labels whose shape does not fit logits [C], [N, C] or [N, C, d1, ...], with the likely remedy."""
-    found, shape, n_dims = list(target.shape), list(input.shape), input.dim()
-    expected = shape[: min(n_dims - 1, 1)] + shape[2:]
-    if found == expected:
+    n_dims = input.dim()
+    if target.shape == input.shape[: min(n_dims - 1, 1)] + input.shape[2:]:
         return None
+    found, shape = sizes(target.shape), sizes(input.shape)
+    expected = shape[: min(n_dims - 1, 1)] + shape[2:]
     what = f"{'[N]' if n_dims == 2 else '[N, d1, ...]'} = {expected}"
     remedy = ""
     if n_dims == 1:
@@ -297,7 +304,7 @@ def target_misfit(
 
 def probabilities_misfit(op: str, input: Tensor, target: Tensor) -> ValueError:
     """The error of class probabilities whose shape is not that of the logits, with the likely remedy."""
-    expected, found = list(input.shape), list(target.shape)
+    expected, found = sizes(input.shape), sizes(target.shape)
     return ValueError(
         f"{op}: target of class probabilities must have the shape of input, {expected}, got {found}"
         f"{float_labels(input, target)}"
@@ -306,7 +313,7 @@ def probabilities_misfit(op: str, input: Tensor, target: Tensor) -> ValueError:
 
 def float_labels(input: Tensor, target: Tensor) -> str:
     """The remedy for a floating-point target in the shape of labels; empty for another shape."""
-    shape, found, class_dim = list(input.shape), list(target.shape), min(input.dim() - 1, 1)
+    shape, found, class_dim = sizes(input.shape), sizes(target.shape), min(input.dim() - 1, 1)
     expected = shape[:class_dim] + shape[class_dim + 1 :]
     squeezed = "target" if found == expected else without_class_dim(expected, found)
     if not squeezed:

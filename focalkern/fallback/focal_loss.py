@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focalkern._checks import label_range, labels_to_check, probabilities_misfit, target_misfit
+from focalkern._checks import label_range, labels_to_check, probabilities_misfit, sizes, target_misfit
 from focalkern._devices import as_parameter, has_float64, is_host_number
 from focalkern._types import LABELS, REDUCTIONS, compute_dtype
 from focalkern.fallback._checks import (
@@ -243,7 +243,7 @@ def check_arguments(
     if weight is not None:
         check_floating(op, "weight", weight)
         if weight.dim() != 1 or len(weight) != classes:
-            raise ValueError(f"{op}: weight must be [C] = [{classes}], got {list(weight.shape)}")
+            raise ValueError(f"{op}: weight must be [C] = {sizes([classes])}, got {sizes(weight.shape)}")
         check_same_device(op, "weight", weight, input)
         if weight.requires_grad:
             raise ValueError(f"{op}: weight must not require grad: it is a constant of the loss")
@@ -314,5 +314,5 @@ def _check_gamma(op: str, input: Tensor, gamma: Tensor, edges: Tensor | None) ->
     rows = (*input.shape[:class_dim], *input.shape[class_dim + 1 :])
     if not fits(gamma, rows):
         raise ValueError(
-            f"{op}: gamma must be broadcastable to the unreduced loss {list(rows)}, got {list(gamma.shape)}"
+            f"{op}: gamma must be broadcastable to the unreduced loss {sizes(rows)}, got {sizes(gamma.shape)}"
         )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from focalkern import reference
-from focalkern._checks import labels_to_check
+from focalkern._checks import labels_to_check, sizes
 from focalkern._devices import is_host_number
 from focalkern._types import REDUCTIONS, compute_dtype
 from focalkern.fallback._checks import (
@@ -134,7 +134,7 @@ def check_arguments(
             check_same_device(op, name, value, input)
             if not fits(value, tuple(input.shape)):
                 raise ValueError(
-                    f"{op}: {name} must be broadcastable to input, {list(input.shape)}, got {list(value.shape)}"
+                    f"{op}: {name} must be broadcastable to input, {sizes(input.shape)}, got {sizes(value.shape)}"
                 )
         if value.requires_grad and name in ("alpha", "weight"):
             raise ValueError(f"{op}: {name} must not require grad: it is a constant of the loss")
@@ -154,14 +154,14 @@ def check_target(op: str, input: Tensor, target: Tensor, remedy: str = "") -> No
     is_integer = not target.is_floating_point() and target.dtype != torch.bool
     if target.dim() + 1 != input.dim() or not is_integer:
         raise ValueError(
-            f"{op}: target must be the shape of input = {list(input.shape)}, got {list(target.shape)}{remedy}"
+            f"{op}: target must be the shape of input = {sizes(input.shape)}, got {sizes(target.shape)}{remedy}"
         )
     class_dim = 0 if input.dim() == 1 else 1
     shape = [*input.shape[:class_dim], *input.shape[class_dim + 1 :]]
     if list(target.shape) != shape:
         raise ValueError(
-            f"{op}: target of labels must be the shape of input without its class dimension, {shape}, "
-            f"got {list(target.shape)}{remedy}"
+            f"{op}: target of labels must be the shape of input without its class dimension, {sizes(shape)}, "
+            f"got {sizes(target.shape)}{remedy}"
         )
 
 
@@ -173,12 +173,12 @@ def check_scores(op: str, input: Tensor, labels: Tensor, scores: Tensor, kind: i
     if labels.dim() + 1 != input.dim():
         raise ValueError(
             f"{op}: target must be labels and scores, with labels of the shape of input without its class dimension, "
-            f"got labels {list(labels.shape)} of {labels.dtype}"
+            f"got labels {sizes(labels.shape)} of {labels.dtype}"
         )
     if scores.shape != labels.shape:
         raise ValueError(
-            f"{op}: the scores of target must have the shape of its labels, {list(labels.shape)}, "
-            f"got {list(scores.shape)}"
+            f"{op}: the scores of target must have the shape of its labels, {sizes(labels.shape)}, "
+            f"got {sizes(scores.shape)}"
         )
 
 

@@ -19,6 +19,7 @@ from focalkern._checks import (
     labels_to_check,
     reduction_code,
     short,
+    sizes,
     target_misfit,
 )
 from focalkern._checks import number as any_number
@@ -320,9 +321,9 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
         if labels_only:
             raise labels_expected(op, input, target)
         if target.shape != input.shape:
-            expected = f"the shape of {input_name} = {list(input.shape)}"
+            expected = f"the shape of {input_name} = {sizes(input.shape)}"
             remedy = float_labels(input, target)
-            raise ValueError(f"{op}: target must be {expected}, got {list(target.shape)}{remedy}")
+            raise ValueError(f"{op}: target must be {expected}, got {sizes(target.shape)}{remedy}")
     elif target.dtype in LABELS:
         misfit = target_misfit(op, input, target, input_name, labels_only=labels_only)
         if misfit is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern._checks import SOFT_ONE_HOT, dense, finite, flag, integer, label, number, smoothing
+from focalkern._checks import SOFT_ONE_HOT, dense, finite, flag, integer, label, number, sizes, smoothing
 from focalkern._devices import autocast_is_on
 from focalkern._types import FLOATS, HALVES, LABELS, STEEPEST_INVERSE_GAMMA
 from focalkern.gamma import GammaTable
@@ -138,10 +138,10 @@ def check_tensors(
         raise ValueError(f"{_OP}: linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if linear_bias is not None and linear_bias.shape != head:
         names = "[C]" if len(head) == 1 else "[C, d1, ...]"
-        raise ValueError(f"{_OP}: linear_bias must be {names} = {list(head)}, got {list(linear_bias.shape)}")
+        raise ValueError(f"{_OP}: linear_bias must be {names} = {sizes(head)}, got {sizes(linear_bias.shape)}")
     if weight is not None:
         if weight.shape != head[:1] and not over_ranks:
-            raise ValueError(f"{_OP}: weight must be [C] = [{head[0]}], got {list(weight.shape)}")
+            raise ValueError(f"{_OP}: weight must be [C] = {sizes(head[:1])}, got {sizes(weight.shape)}")
         if weight.requires_grad:
             raise ValueError(f"{_OP}: weight must not require grad: it is a constant of the loss")
 
@@ -165,7 +165,7 @@ def check_target(target: Tensor, leading: torch.Size, head: torch.Size, ignore_i
             f"{target.dtype}"
         )
     if list(target.shape) != expected:
-        problem = f"{_OP}: target of {what} must be {name} = {expected}, got {list(target.shape)}"
+        problem = f"{_OP}: target of {what} must be {name} = {sizes(expected)}, got {sizes(target.shape)}"
         if target.shape == (*leading, *head) and what == "labels":
             problem += f"; {SOFT_ONE_HOT}"
         elif target.shape == (*leading, *head[1:]):  # floating point
@@ -202,4 +202,5 @@ def check_gamma_shape(gamma: Tensor, edges: Tensor | None, rows: list[int]) -> N
         return
     pairs = zip(reversed(gamma.shape), reversed(rows), strict=False)
     if gamma.dim() > len(rows) or not all(size in (1, wanted) for size, wanted in pairs):
-        raise ValueError(f"{_OP}: gamma must be broadcastable to the unreduced loss {rows}, got {list(gamma.shape)}")
+        found = sizes(gamma.shape)
+        raise ValueError(f"{_OP}: gamma must be broadcastable to the unreduced loss {sizes(rows)}, got {found}")

@@ -15,6 +15,7 @@ from focalkern._checks import (
     one_image,
     reduction_code,
     reworded,
+    sizes,
     without_class_dim,
 )
 from focalkern._devices import autocast_is_on
@@ -288,7 +289,7 @@ def _fits(input: Tensor, target: Tensor) -> bool:
 
 def _shape_remedy(input: Tensor, target: Tensor, scores: Tensor | None) -> str:
     """The remedy for a target whose shape does not fit; empty if none is likely."""
-    shape, found = list(input.shape), list(target.shape)
+    shape, found = sizes(input.shape), sizes(target.shape)
     if [size for size in shape if size != 1] == [size for size in found if size != 1]:
         return "; pass target.view_as(input)"
     if target.is_floating_point():

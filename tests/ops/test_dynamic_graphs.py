@@ -67,3 +67,25 @@ def test_one_graph_where_ignore_index_is_an_argument(name):
     for label in (3, 4):
         assert_close(compiled(z, label), WITH_LABEL[name](z, label))
     torch._dynamo.reset()
+
+
+WRONG = {
+    "[N] = [8], got [7]": lambda z: fk.focal_loss(z, LABELS[:7]),
+    "shape of input, [8, 6], got [8, 4]": lambda z: fk.focal_loss(z, z[:, :4]),
+    "unreduced loss [8], got [7]": lambda z: fk.focal_loss(z, LABELS, GAMMAS[:7]),
+    "[N] = [8], got [6]": lambda z: fk.linear_focal_loss(z[:, :4], WEIGHT, LABELS[:6]),
+    "input = [8, 6], got [8, 4]": lambda z: fk.sigmoid_focal_loss(z, z[:, :4]),
+    "class dimension, [8], got [7]": lambda z: fk.sigmoid_focal_loss(z, LABELS[:7]),
+    "[N] = [8], got [5]": lambda z: MMCE(z, LABELS[:5]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
+@pytest.mark.parametrize("message", WRONG)
+def test_errors_of_dynamic_graphs_have_numbers(message):
+    torch._dynamo.reset()
+    compiled = torch.compile(WRONG[message], fullgraph=True, backend="aot_eager", dynamic=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        compiled(torch.randn(N, C))
+    assert message in str(raised.value)
+    torch._dynamo.reset()
