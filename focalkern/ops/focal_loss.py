@@ -191,12 +191,13 @@ def focal_loss(
     if return_stats is not False or type(z_loss) is not float or z_loss:
         z_loss, return_stats = extras_of("focal_loss", z_loss, return_stats)
         if z_loss or return_stats:
+            gamma = check_modulation("focal_loss", modulation, gamma)
             return loss_with_extras(
                 "focal_loss",
                 kind_of(modulation),
                 input,
                 target,
-                check_modulation("focal_loss", modulation, gamma),
+                gamma,
                 weight=weight,
                 ignore_index=ignore_index,
                 reduction=reduction,

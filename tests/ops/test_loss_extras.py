@@ -365,6 +365,7 @@ def test_modules():
         ({"return_stats": 2}, TypeError, "return_stats must be"),
         ({"z_loss": 0.1, "reduction": "average"}, ValueError, "reduction must be"),
         ({"z_loss": 0.1, "gamma": "2"}, TypeError, "gamma must be"),
+        ({"z_loss": 0.1, "modulation": "focal"}, ValueError, "modulation must be"),
     ],
     ids=str,
 )
