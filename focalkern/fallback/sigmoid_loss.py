@@ -16,6 +16,7 @@ from focalkern.fallback._checks import (
     fits,
 )
 from focalkern.fallback._compile import compilable
+from focalkern.fallback.focal_loss import host_numbers
 from focalkern.reference._log_space import exact_second_derivatives
 
 __all__ = ["NAMES", "check_arguments", "check_range", "check_scores", "sigmoid_loss", "sigmoid_loss_composite"]
@@ -48,6 +49,7 @@ def sigmoid_loss(
     for the others. ``constant`` is the margin of the asymmetric loss, and 1 if the varifocal or matchability loss has a
     detached modulation."""
     check_arguments(input, target, gamma, second, weight, scores, kind, constant, reduction)
+    ignore_index, _ = host_numbers(NAMES[kind][0], weight, ignore_index, 0.0)
     check_range(input, target, kind, ignore_index)
     dtype = torch.float32 if autocasts(input) else input.dtype
     return _definition(input, target, gamma, second, weight, scores, kind, constant, reduction, ignore_index).to(dtype)

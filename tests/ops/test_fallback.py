@@ -3,6 +3,7 @@
 import functools
 
 import mpmath
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -197,3 +198,12 @@ def test_map_is_that_of_the_kernels(dtype, log):
     ):
         scale = other.double().abs().max().clamp(min=1)
         assert_close(mine.double() / scale, other.double() / scale, dtype)
+
+
+def test_ignore_index_of_any_kind():
+    z, labels, options = torch.zeros(2, 3), torch.tensor([0, 1]), (2.0, None, None, None, 0, 0.0, 0)
+    losses = fallback.sigmoid_loss(z, labels, *options, np.array(1))
+    assert_close(losses, fk.sigmoid_focal_loss(z, labels, alpha=None, ignore_index=1))
+    for wrong in (2**63, 10**40, np.array([1, 2]), np.array(1.5)):
+        with pytest.raises(TypeError, match="sigmoid_focal_loss: incompatible arguments"):
+            fallback.sigmoid_loss(z, labels, *options, wrong)
