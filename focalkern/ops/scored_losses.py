@@ -81,7 +81,8 @@ def matchability_loss(
     Args:
         input: as in :func:`sigmoid_focal_loss`.
         target: as in :func:`quality_focal_loss`. A label without a score has quality 1. In ``(labels, scores)``, a
-            score of 0 is a match and not background.
+            score of 0 is a match and not background. It is computed as 1.2e-38 (float64: 2.2e-308), whose power
+            t^gamma is visible for gamma below 0.2.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: weight of the background: a number, at least 0, or a constant floating-point tensor broadcastable to
             ``input``; None for 1.
@@ -131,7 +132,8 @@ def ia_bce_loss(
     Args:
         input: as in :func:`sigmoid_focal_loss`.
         target: as in :func:`quality_focal_loss`. A label without a score has quality 1. In ``(labels, scores)``, a
-            score of 0 is a match and not background.
+            score of 0 is a match and not background. It is computed as 1.2e-38 (float64: 2.2e-308), so that s can be
+            above 0.01 where alpha is between 0.947 (float64: 0.993) and 1.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: exponent of p in s: a number in [0, 1], or a constant floating-point tensor broadcastable to ``input``.
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
