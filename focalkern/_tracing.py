@@ -58,7 +58,9 @@ def needs_gradient(tensor: Tensor | None) -> bool:
 def are_seen() -> bool:
     """Whether a graph or a dispatch mode sees every operation. The result of a kernel that is called directly would be
     missing there, so an operator or torch operations compute it."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return torch._C._get_tracing_state() is not None  # torch.jit.trace
 
 
 def are_traced() -> bool:

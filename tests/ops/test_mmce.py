@@ -64,3 +64,11 @@ def test_second_derivatives_of_mmce(weighted):
     loss = fk.MMCELoss(weighted=weighted)
     assert torch.autograd.gradcheck(loss, (z, target))
     assert torch.autograd.gradgradcheck(loss, (z, target))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_jit_trace_has_the_error_of_the_batch():
+    loss, target = fk.MMCELoss(), torch.tensor([0, 3, 2, -100, 1, 1])
+    traced = torch.jit.trace(loss, (torch.randn(6, 4), target), check_trace=False)
+    z = torch.randn(6, 4)
+    torch.testing.assert_close(traced(z, target), loss(z, target))
