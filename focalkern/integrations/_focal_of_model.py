@@ -38,6 +38,8 @@ class FocalLossOfModel:
         self.shift: bool | None = None  # of a model that computes its own loss, once known
         self.warned = False
         self.n_items: Any = None  # num_items_in_batch of the current forward pass
+        self.before: Any = None  # the loss function that this one replaces
+        self.ended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of ``model.loss_function``: logits and labels by keyword, or by position and type."""

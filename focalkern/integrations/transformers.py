@@ -3,7 +3,6 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,9 +105,11 @@ def use_focal_loss(
         return use_in_sft_trainer(model, FocalLoss(gamma, reduction="none", **options), linear)
     whole, model = model, _own_loss.base_model(model)  # older wrappers of PEFT call no hook of their model
     if not hasattr(type(model), "loss_function"):
+        wraps = hasattr(model, "_orig_mod") or isinstance(getattr(model, "module", None), torch.nn.Module)
+        remedy = f"; call {op} on the model before {type(model).__name__} wraps it" if wraps else ""
         raise TypeError(
             f"{op}: model must be a transformers model with a loss_function, or an SFTTrainer of TRL, got "
-            f"{type(model).__name__}"
+            f"{type(model).__name__}{remedy}"
         )
     kind = _own_loss.loss_kind(model)
     if kind not in _own_loss.KINDS:
@@ -128,19 +129,24 @@ def use_focal_loss(
         focal.features = FeaturesInTraining(model, whole, kind, undo)
     undo.callback(whole.register_forward_pre_hook(focal.refuse_losses_outside, with_kwargs=True).remove)
     if asks_for_its_loss:
-        before = vars(model).get("_loss_function")
+        focal.before = vars(model).get("_loss_function")
         model.loss_function = focal
-        undo.callback(_restore, model, before)
+        undo.callback(_restore, focal)
     else:
         undo.callback(whole.register_forward_hook(focal.replace, with_kwargs=True).remove)
     return undo
 
 
-def _restore(model: Any, before: Callable[..., Tensor] | None) -> None:
-    if before is None:
-        del model._loss_function
+def _restore(focal: FocalLossOfModel) -> None:
+    """Also if a later focal loss of the same model still holds, or has ended before."""
+    focal.ended = True
+    current = vars(focal.model).get("_loss_function")
+    while isinstance(current, FocalLossOfModel) and current.ended:
+        current = current.before
+    if current is None:
+        vars(focal.model).pop("_loss_function", None)
     else:
-        model.loss_function = before
+        focal.model.loss_function = current
 
 
 class CalibrationCallback(TrainerCallback):  # type: ignore[misc]

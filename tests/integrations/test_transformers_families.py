@@ -376,3 +376,25 @@ def test_an_import_error_has_its_cause(monkeypatch):
     monkeypatch.delitem(sys.modules, "focalkern.integrations.transformers")
     with pytest.raises(ImportError, match=r"needs transformers.*cannot import name 'Trainer'"):
         __import__("focalkern.integrations.transformers")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_focal_losses_end_in_any_order(first):
+    model, data = make("LlamaForCausalLM"), batch()
+    own = model(**data).loss
+    ends = [use_focal_loss(model, gamma) for gamma in (1.0, 3.0)]
+    outer = model(**data).loss
+    ends[first].close()
+    other = use_focal_loss(copy.deepcopy(model), 1.0)
+    assert torch.equal(model(**data).loss, outer) == (first == 0)
+    other.close()
+    ends[1 - first].close()
+    assert torch.equal(model(**data).loss, own)
+    assert "_loss_function" not in vars(model)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+def test_a_wrapped_model_is_refused_with_the_remedy(wrap):
+    wrapped = wrap(make("LlamaForCausalLM"))
+    with pytest.raises(TypeError, match=f"call use_focal_loss on the model before {type(wrapped).__name__} wraps it"):
+        use_focal_loss(wrapped)
