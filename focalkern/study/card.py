@@ -190,8 +190,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A line of text per row: a cell's line breaks become spaces."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    cells = ([" ".join(cell.replace("|", r"\|").splitlines()) for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _ascii_off(text: str) -> str:

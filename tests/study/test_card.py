@@ -74,9 +74,9 @@ def test_a_calibrator_without_evidence_says_what_is_not_recorded(tmp_path):
     card = calibrator_card(tmp_path / "alone.json")
     assert "| made | not recorded |" in card and "## Data\n\nNot recorded." in card
     assert "arXiv 1706.04599" in card
-    names = np.array(["cat", "dog", "eel"])[labels.numpy()]
+    names = np.array(["cat", "dog\nor wolf", "eel"])[labels.numpy()]
     fk.TemperatureScaling().fit(logits.numpy(), names).save(tmp_path / "named.json")
-    assert "| classes | cat, dog, eel |" in calibrator_card(tmp_path / "named.json")
+    assert "| classes | cat, dog or wolf, eel |" in calibrator_card(tmp_path / "named.json")
 
 
 @pytest.mark.parametrize(
