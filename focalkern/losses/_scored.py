@@ -19,7 +19,7 @@ class VarifocalLoss(ElementLoss):
             ``nn.Parameter``.
         alpha: weight of the background: a number, at least 0, such a tensor, or None for 1.
         reduction: "mean" by default; :func:`focalkern.varifocal_loss` defaults to "none".
-        detach_modulation: treat p^gamma as a constant, as RT-DETR and D-FINE do.
+        detach_modulation: treat p^gamma as a constant in the gradient of the logits, as RT-DETR and D-FINE do.
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:
@@ -84,7 +84,7 @@ class MatchabilityLoss(VarifocalLoss):
             ``nn.Parameter``.
         alpha: weight of the background: a number, at least 0, such a tensor, or None for 1.
         reduction: "mean" by default; :func:`focalkern.matchability_loss` defaults to "none".
-        detach_modulation: treat p^gamma as a constant, as DEIM does.
+        detach_modulation: treat p^gamma as a constant in the gradient of the logits, as DEIM does.
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:

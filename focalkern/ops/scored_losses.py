@@ -38,8 +38,8 @@ def varifocal_loss(
         alpha: weight of the background: a number, at least 0, or a constant floating-point tensor broadcastable to
             ``input``; None for 1.
         reduction: as in :func:`sigmoid_focal_loss`.
-        detach_modulation: treat p^gamma as a constant, as RT-DETR and D-FINE do. VFNet, PP-YOLOE and ultralytics
-            differentiate it.
+        detach_modulation: treat p^gamma as a constant in the gradient of ``input``, as RT-DETR and D-FINE do. VFNet,
+            PP-YOLOE and ultralytics differentiate it.
         weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
     Returns:
@@ -87,7 +87,7 @@ def matchability_loss(
         alpha: weight of the background: a number, at least 0, or a constant floating-point tensor broadcastable to
             ``input``; None for 1.
         reduction: as in :func:`sigmoid_focal_loss`.
-        detach_modulation: treat p^gamma as a constant, as DEIM does.
+        detach_modulation: treat p^gamma as a constant in the gradient of ``input``, as DEIM does.
         weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
     Returns:
