@@ -39,7 +39,7 @@ RowLossOptions options_of(const Settings& settings) {
           /*float32_loss=*/true};
 }
 
-using CompositeSignature = Tensor(const Tensor&, const Tensor&, double, bool, double, int64_t, int64_t);
+using MmceSignature = Tensor(const Tensor&, const Tensor&, double, bool, double, int64_t, int64_t);
 
 struct MmceFunction : torch::autograd::Function<MmceFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input, const Tensor& target,
@@ -64,7 +64,7 @@ struct MmceFunction : torch::autograd::Function<MmceFunction> {
     const Tensor &input = variables[0], &target = variables[1], &gamma = variables[3];
     torch::autograd::variable_list result(3);
     if (c10::GradMode::is_enabled()) {
-      static const auto op = find_operator<CompositeSignature>("focalkern::mmce_loss_composite");
+      static const auto op = find_operator<MmceSignature>("focalkern::mmce_loss_composite");
       const auto composite = [&](const auto& v) {
         return op.call(v[0], target, settings.coefficient, settings.weighted, settings.bandwidth, settings.reduction,
                        settings.ignore_index);
