@@ -138,7 +138,7 @@ def use_focal_loss(
 
 
 def _restore(focal: FocalLossOfModel) -> None:
-    """Also if a later focal loss of the same model still holds, or has ended before."""
+    """Ends a focal loss. Another one of the same model may still hold, or may have ended before."""
     focal.ended = True
     current = vars(focal.model).get("_loss_function")
     while isinstance(current, FocalLossOfModel) and current.ended:
